@@ -356,25 +356,20 @@ LEAVES = st.one_of(
     st.booleans(),
     st.builds(np.zeros, st.lists(st.integers(0, 3), max_size=3)),
 )
-TREES: st.SearchStrategy[Any] = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
         st.dictionaries(KEYS, inner, max_size=4),
         st.dictionaries(st.integers(-3, 30), inner, max_size=3),
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
-    ),
-    max_leaves=8,
-)
+    )
+
+
+TREES: st.SearchStrategy[Any] = st.recursive(LEAVES, containers, max_leaves=8)
 PLAIN: st.SearchStrategy[Any] = TREES | st.recursive(
-    st.one_of(LEAVES, st.sampled_from([None, (), [], {}])),
-    lambda inner: st.one_of(
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.dictionaries(st.integers(-3, 30), inner, max_size=3),
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-    ),
-    max_leaves=8,
+    LEAVES | st.sampled_from([None, (), [], {}]), containers, max_leaves=8
 )
 _numbers: Callable[[], int] = iter(range(10**9)).__next__
 
@@ -417,17 +412,12 @@ def test_any_tree_of_plain_containers_is_restored_without_a_target(
     assert_same(tree, back)
 
 
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
 def test_empty_containers_are_restored_if_selected(run: store.Run) -> None:
     tree = {
         "params": {"w": np.ones(2), "bias": None, "none": {}},
         "opt": ((), [None, np.zeros(1)]),
         "empty": {"a": (), "b": []},
-        "point": Point(1, None),
+        "pair": Pair(1, None),
     }
     run.save(0, tree).result()
 
@@ -436,7 +426,7 @@ def test_empty_containers_are_restored_if_selected(run: store.Run) -> None:
         for select in ("params/**", "empty/**", "opt/1/1", "**/b")
     }
 
-    assert shape(run.restore(0)) == shape(tree | {"point": {"x": 1, "y": None}})
+    assert shape(run.restore(0)) == shape(tree | {"pair": {"first": 1, "second": None}})
     assert found == {
         "params/**": {"params": {"w": "ndarray", "bias": "None", "none": {}}},
         "empty/**": {"empty": {"a": (), "b": []}},

@@ -14,15 +14,9 @@ import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
 from storesvc_client.nnx import restore_into, save
 from storesvc_client.trees.easydel import EasyDeLState
+from tests.trees.test_rehearsal import Concrete, Sized
 
 TX: Final = optax.adamw(1e-3)
-
-
-class Sized(nnx.Module):
-    """A model with an argument that no checkpoint has."""
-
-    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
-        self.fc = nnx.Linear(2, width, rngs=rngs)
 
 
 class Settings:
@@ -40,7 +34,7 @@ class Configured(nnx.Module):
     """A model of the same structure with a config, which it may keep."""
 
     def __init__(self, config: Settings, *, rngs: nnx.Rngs) -> None:
-        self.fc = nnx.Linear(2, config.width, rngs=rngs)
+        self.linear = nnx.Linear(2, config.width, rngs=rngs)
         self.config = config
 
 
@@ -48,20 +42,13 @@ class Unlike(nnx.Module):
     """A model that takes another config."""
 
     def __init__(self, config: "Unrelated", *, rngs: nnx.Rngs) -> None:
-        self.fc = nnx.Linear(2, config.width, rngs=rngs)
+        self.linear = nnx.Linear(2, config.width, rngs=rngs)
 
 
 class Unrelated:
     """A config that is no ``Settings``."""
 
     width = 3
-
-
-class Concrete(nnx.Module):
-    """A model that needs concrete values."""
-
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.fc = nnx.Linear(2, int(jnp.ones(()) * 3), rngs=rngs)
 
 
 class Paired(EasyDeLState):

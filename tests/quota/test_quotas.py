@@ -24,7 +24,6 @@ from storesvc.gc.run_state import StoredBytes
 from storesvc.quota import BURST_SECONDS, Bucket, Quotas, find_rule
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.support.event_loop import in_event_loop
 from tests.support.rpcs import outcome_of, reason_of
 from tests.support.server_process import ServerProcess
 
@@ -95,10 +94,12 @@ METHODS = ["ReadChunks", "WatchCheckpoints", "BeginUpload", "WriteChunks", "GetR
 
 
 @given(st.lists(st.tuples(st.sampled_from(METHODS), st.booleans()), max_size=40))
-@in_event_loop
-async def test_counts_return_to_zero_however_calls_end(
-    made: list[tuple[str, bool]],
-) -> None:
+def test_counts_return_to_zero_however_calls_end(made: list[tuple[str, bool]]) -> None:
+    asyncio.run(count_calls(made))
+
+
+async def count_calls(made: list[tuple[str, bool]]) -> None:
+    """Counts calls, some of which end early."""
     rule = QuotaRule(
         namespaces=("*",), streams=3, watches=2, uploads=2, bytes_in_flight=100 << 20
     )
@@ -128,7 +129,6 @@ async def test_counts_return_to_zero_however_calls_end(
     assert not any(row.used for row in rows if row.name != "uploads")
 
 
-@in_event_loop
 async def test_a_retry_of_a_begin_is_the_same_upload() -> None:
     rule = QuotaRule(namespaces=("*",), uploads=1)
     found = Quotas(lambda: ((rule,), None), nothing_stored)
@@ -139,7 +139,6 @@ async def test_a_retry_of_a_begin_is_the_same_upload() -> None:
 
 
 @pytest.mark.parametrize("is_permitted", [True, False])
-@in_event_loop
 async def test_a_begin_that_fails_leaves_the_upload_of_another_call_counted(
     is_permitted: bool,
 ) -> None:
@@ -158,7 +157,6 @@ async def test_a_begin_that_fails_leaves_the_upload_of_another_call_counted(
 
 @pytest.mark.parametrize("first", ["cancelled", "ended"])
 @pytest.mark.parametrize("second", ["cancelled", "ended"])
-@in_event_loop
 async def test_an_upload_is_counted_if_its_begin_or_the_retry_of_it_ends_well(
     first: str, second: str
 ) -> None:
@@ -176,7 +174,6 @@ async def test_an_upload_is_counted_if_its_begin_or_the_retry_of_it_ends_well(
     assert (row.used == 1) == ("ended" in (first, second))
 
 
-@in_event_loop
 async def test_a_begin_that_fails_is_no_longer_counted() -> None:
     rule = QuotaRule(namespaces=("*",), uploads=1)
     found = Quotas(lambda: ((rule,), rule), nothing_stored)
@@ -186,7 +183,6 @@ async def test_a_begin_that_fails_is_no_longer_counted() -> None:
     await found.on_permitted(call_of("BeginUpload", 2))
 
 
-@in_event_loop
 async def test_idle_scopes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota, "MAX_SCOPES", 10)
 

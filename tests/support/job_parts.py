@@ -53,13 +53,18 @@ SHAPES = {
 """Shapes and shardings of the leaves: sharded over all axes, over some, replicated."""
 
 
+def sharded(full: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Returns an array of which this process has its shards."""
+    return jax.make_array_from_callback(
+        full.shape, sharding, lambda at: full[at], dtype=full.dtype
+    )
+
+
 def state_on(where: Mesh) -> dict[str, Any]:
     """Returns a state of some 75 MiB on a mesh."""
 
     def leaf(seed: int, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-        full = values(shape, seed, "int32")
-        sharding = NamedSharding(where, spec)
-        return jax.make_array_from_callback(shape, sharding, lambda at: full[at])
+        return sharded(values(shape, seed, "int32"), NamedSharding(where, spec))
 
     leaves = [
         (key, leaf(seed, *shape)) for seed, (key, shape) in enumerate(SHAPES.items())
@@ -102,7 +107,7 @@ def _is_same(expected: Any, found: Any) -> bool:
     )
 
 
-def _error_of(act: Callable[[], object]) -> str:
+def catch_error(act: Callable[[], object]) -> str:
     """Returns the ``StoreError`` that a call raises as text; "" if it raises none."""
     try:
         act()
@@ -151,9 +156,11 @@ def spreads_alone(target: str) -> list[str]:
         like = {"w": np.zeros(8)}
         run.save(1, like).result()
         return [
-            _error_of(lambda: run.open(1, distributed=THIS_SPREAD).restore(like=like)),
-            _error_of(lambda: run.restore(1, like=like, distributed=THIS_SPREAD)),
-            _error_of(lambda: run.open(1).restore(like=like)),
+            catch_error(
+                lambda: run.open(1, distributed=THIS_SPREAD).restore(like=like)
+            ),
+            catch_error(lambda: run.restore(1, like=like, distributed=THIS_SPREAD)),
+            catch_error(lambda: run.open(1).restore(like=like)),
         ]
 
 
@@ -212,7 +219,7 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
         outcome["errors"] = []
         for number, act in enumerate(acts):
             sync_global_devices(f"act {number}")
-            outcome["errors"].append(_error_of(act))
+            outcome["errors"].append(catch_error(act))
     return outcome
 
 
@@ -220,11 +227,10 @@ def rows_on(where: Mesh) -> dict[str, Any]:
     """Returns ten leaves of 12 MiB, sharded along the rows of a mesh."""
     shape, sharding = (12, 512, 512), NamedSharding(where, PartitionSpec("row"))
 
-    def leaf(seed: int) -> jax.Array:
-        full = values(shape, seed, "int32")
-        return jax.make_array_from_callback(shape, sharding, lambda at: full[at])
-
-    return {f"{seed:02}": leaf(seed) for seed in range(10)}
+    return {
+        f"{seed:02}": sharded(values(shape, seed, "int32"), sharding)
+        for seed in range(10)
+    }
 
 
 def reads_in_stages(target: str, budgets: list[int]) -> dict[str, Any]:
@@ -258,7 +264,7 @@ def reads_damaged(target: str) -> str:
     with connect(target) as client:
         run = client.run(RUN)
         rules = [("", PartitionSpec())]
-        return _error_of(
+        return catch_error(
             lambda: run.restore(1, mesh=where, rules=rules, distributed=SPREAD)
         )
 
@@ -289,8 +295,7 @@ def fails(target: str) -> list[str]:
 
     def leaf(columns: int) -> Any:
         sharding = NamedSharding(where, PartitionSpec("row"))
-        full = values((jax.process_count(), columns), 5, "int32")
-        return jax.make_array_from_callback(full.shape, sharding, lambda at: full[at])
+        return sharded(values((jax.process_count(), columns), 5, "int32"), sharding)
 
     def another_plan() -> None:
         tree = {"w": leaf(8), "z": np.zeros(4 if index == 2 else 3)}
@@ -344,7 +349,7 @@ def fails(target: str) -> list[str]:
         errors = []
         for act in acts:
             sync_global_devices(act.__name__)  # so that all begin at the same time
-            errors.append(_error_of(act))
+            errors.append(catch_error(act))
         return errors
 
 
@@ -364,8 +369,8 @@ def dies(target: str, seconds: float) -> list[str]:
         first = run.save(2, state, base=None, distributed=leased)
         second = run.save(3, state, base=None, distributed=leased)
         assert not first.done(), "the next save was held up"
-        errors = [_error_of(first.result), _error_of(second.result)]
-        unjoined = _error_of(lambda: all_gather(own, [0, 1])) if index == 0 else ""
+        errors = [catch_error(first.result), catch_error(second.result)]
+        unjoined = catch_error(lambda: all_gather(own, [0, 1])) if index == 0 else ""
         return [*errors, unjoined]
 
 
@@ -379,9 +384,7 @@ def differ(target: str) -> dict[str, Any]:
     def on(*processes: int) -> Any:
         devices = [d for d in jax.devices() if d.process_index in processes]
         sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
-        return jax.make_array_from_callback(
-            full.shape, sharding, lambda at: full[at], dtype=full.dtype
-        )
+        return sharded(full, sharding)
 
     def is_back(distributed: store.Distributed) -> bool:
         back = run.restore(0, like={"w": some}, distributed=distributed)["w"]
@@ -424,19 +427,21 @@ def differ(target: str) -> dict[str, Any]:
         run = client.run(RUN)
         run.save(0, {"w": some}, distributed=leased, snapshot="device").result()
         ((_, saved),) = run.open(0).read(["w"])
-        lone = _error_of(lambda: run.save(1, {"w": on(2)}, distributed=leased).result())
+        lone = catch_error(
+            lambda: run.save(1, {"w": on(2)}, distributed=leased).result()
+        )
         restored = [is_back(SPREAD), is_back(store.Distributed(spread=False))]
         sync_global_devices("failing")
-        error = _error_of(fails_once)
+        error = catch_error(fails_once)
         sync_global_devices("failed")
         for step in (3, 4, 5):
             save = run.save(step, {"w": np.zeros(3)}, distributed=leased)
             save.exception()
         kept = initial()
         sync_global_devices("alone")
-        alone = _error_of(never_called)
+        alone = catch_error(never_called)
         sync_global_devices("elsewhere")
-        opened = _error_of(elsewhere)
+        opened = catch_error(elsewhere)
         return {
             "alone": alone,
             "opened": opened,
@@ -459,9 +464,7 @@ def step_state(where: Mesh, step: int) -> dict[str, Any]:
     """Returns the state of a step, some 12 MiB; most of it changes with the step."""
 
     def leaf(seed: int, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-        full = values(shape, seed, "int32")
-        sharding = NamedSharding(where, spec)
-        return jax.make_array_from_callback(shape, sharding, lambda at: full[at])
+        return sharded(values(shape, seed, "int32"), NamedSharding(where, spec))
 
     return {
         "sharded": leaf(step, (2048, 1024), PartitionSpec("row")),
@@ -498,16 +501,12 @@ def disagrees(target: str) -> list[str]:
     leased = store.Distributed(lease=20)
 
     def replicated(full: np.ndarray) -> jax.Array:
-        sharding = NamedSharding(where, PartitionSpec())
-        return jax.make_array_from_callback(full.shape, sharding, lambda at: full[at])
+        return sharded(full, NamedSharding(where, PartitionSpec()))
 
     def on_process_0() -> Any:
         devices = [d for d in jax.devices() if d.process_index == 0]
         sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
-        full = np.ones(3)
-        return jax.make_array_from_callback(
-            full.shape, sharding, lambda at: full[at], dtype=full.dtype
-        )
+        return sharded(np.ones(3), sharding)
 
     odd = int(index == 2)
     leaves: dict[str, Callable[[], Any]] = {
@@ -530,6 +529,8 @@ def disagrees(target: str) -> list[str]:
         def raised(step: int, name: str) -> str:
             sync_global_devices(name)
             tree = {"rng": leaves[name](), "w": replicated(np.arange(8))}
-            return _error_of(lambda: run.save(step, tree, distributed=leased).result())
+            return catch_error(
+                lambda: run.save(step, tree, distributed=leased).result()
+            )
 
         return [raised(step, name) for step, name in enumerate(leaves)]

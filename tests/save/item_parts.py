@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
 
 import storesvc_client as store
-from tests.support.job_parts import ALL, RUN, THIS, catch_error, mesh, rows_on
+from tests.support.job_parts import ALL, RUN, THIS, get_error, mesh, rows_on
 
 Outcome = dict[str, Any]
 
@@ -54,7 +54,7 @@ def saves(target: str) -> Outcome:
             "all": [each["process"] for each in items.per_process("data")],
             "count": items.info("raw").process_count,
             "size": items.info("raw").size_bytes,
-            "alone": catch_error(lambda: alone["data"]),
+            "alone": get_error(lambda: alone["data"]),
             "alone config": alone["config"],
         }
 
@@ -64,7 +64,7 @@ def reads(target: str) -> Outcome:
     with store.connect(target) as client:
         items = client.run(RUN).items(1)
         return {
-            "error": catch_error(lambda: items["data"]),
+            "error": get_error(lambda: items["data"]),
             "config": items["config"],
             "all": [each["process"] for each in items.per_process("data")],
         }
@@ -106,14 +106,12 @@ def fails(target: str) -> list[str]:
         found = []
         for number, act in enumerate(acts):
             sync_global_devices(f"act {number}")
-            found.append(catch_error(act))
+            found.append(get_error(act))
         # the handle has the failure of another process, not the call
         sync_global_devices("handle")
         save = None
         items: Any = {"a": store.PerProcess((1,) if index else 1)}
-        handed = catch_error(
-            lambda: run.save(10, tree, items=items, distributed=leased)
-        )
+        handed = get_error(lambda: run.save(10, tree, items=items, distributed=leased))
         sync_global_devices("good")
         save = run.save(11, tree, items={"a": own}, distributed=leased)
         assert save.result().item_count == 1

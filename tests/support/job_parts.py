@@ -107,7 +107,7 @@ def _is_same(expected: Any, found: Any) -> bool:
     )
 
 
-def catch_error(act: Callable[[], object]) -> str:
+def get_error(act: Callable[[], object]) -> str:
     """Returns the ``StoreError`` that a call raises as text; "" if it raises none."""
     try:
         act()
@@ -156,11 +156,9 @@ def spreads_alone(target: str) -> list[str]:
         like = {"w": np.zeros(8)}
         run.save(1, like).result()
         return [
-            catch_error(
-                lambda: run.open(1, distributed=THIS_SPREAD).restore(like=like)
-            ),
-            catch_error(lambda: run.restore(1, like=like, distributed=THIS_SPREAD)),
-            catch_error(lambda: run.open(1).restore(like=like)),
+            get_error(lambda: run.open(1, distributed=THIS_SPREAD).restore(like=like)),
+            get_error(lambda: run.restore(1, like=like, distributed=THIS_SPREAD)),
+            get_error(lambda: run.open(1).restore(like=like)),
         ]
 
 
@@ -219,7 +217,7 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
         outcome["errors"] = []
         for number, act in enumerate(acts):
             sync_global_devices(f"act {number}")
-            outcome["errors"].append(catch_error(act))
+            outcome["errors"].append(get_error(act))
     return outcome
 
 
@@ -264,7 +262,7 @@ def reads_damaged(target: str) -> str:
     with connect(target) as client:
         run = client.run(RUN)
         rules = [("", PartitionSpec())]
-        return catch_error(
+        return get_error(
             lambda: run.restore(1, mesh=where, rules=rules, distributed=SPREAD)
         )
 
@@ -349,7 +347,7 @@ def fails(target: str) -> list[str]:
         errors = []
         for act in acts:
             sync_global_devices(act.__name__)  # so that all begin at the same time
-            errors.append(catch_error(act))
+            errors.append(get_error(act))
         return errors
 
 
@@ -369,8 +367,8 @@ def dies(target: str, seconds: float) -> list[str]:
         first = run.save(2, state, base=None, distributed=leased)
         second = run.save(3, state, base=None, distributed=leased)
         assert not first.done(), "the next save was held up"
-        errors = [catch_error(first.result), catch_error(second.result)]
-        unjoined = catch_error(lambda: all_gather(own, [0, 1])) if index == 0 else ""
+        errors = [get_error(first.result), get_error(second.result)]
+        unjoined = get_error(lambda: all_gather(own, [0, 1])) if index == 0 else ""
         return [*errors, unjoined]
 
 
@@ -427,21 +425,19 @@ def differ(target: str) -> dict[str, Any]:
         run = client.run(RUN)
         run.save(0, {"w": some}, distributed=leased, snapshot="device").result()
         ((_, saved),) = run.open(0).read(["w"])
-        lone = catch_error(
-            lambda: run.save(1, {"w": on(2)}, distributed=leased).result()
-        )
+        lone = get_error(lambda: run.save(1, {"w": on(2)}, distributed=leased).result())
         restored = [is_back(SPREAD), is_back(store.Distributed(spread=False))]
         sync_global_devices("failing")
-        error = catch_error(fails_once)
+        error = get_error(fails_once)
         sync_global_devices("failed")
         for step in (3, 4, 5):
             save = run.save(step, {"w": np.zeros(3)}, distributed=leased)
             save.exception()
         kept = initial()
         sync_global_devices("alone")
-        alone = catch_error(never_called)
+        alone = get_error(never_called)
         sync_global_devices("elsewhere")
-        opened = catch_error(elsewhere)
+        opened = get_error(elsewhere)
         return {
             "alone": alone,
             "opened": opened,
@@ -529,8 +525,6 @@ def disagrees(target: str) -> list[str]:
         def raised(step: int, name: str) -> str:
             sync_global_devices(name)
             tree = {"rng": leaves[name](), "w": replicated(np.arange(8))}
-            return catch_error(
-                lambda: run.save(step, tree, distributed=leased).result()
-            )
+            return get_error(lambda: run.save(step, tree, distributed=leased).result())
 
         return [raised(step, name) for step, name in enumerate(leaves)]

@@ -295,11 +295,7 @@ def open_client(
     lend_credentials: bool = False,
 ) -> "Client":
     """Returns a client once the store has answered; closes the connection if it fails.
-
-    Args:
-        session: Session whose connection was just opened.
-        direct: As of ``connect``.
-        lend_credentials: As of ``connect``.
+    ``direct`` and ``lend_credentials`` are as for ``connect``.
 
     Raises:
         StoreError: As of ``connect``.

@@ -84,11 +84,6 @@ class RunCopy:
     ) -> None:
         """Creates a copy; nothing is read yet.
 
-        Args:
-            source: The run to read.
-            target: The run to write.
-            progress: Called with a ``Progress`` of each checkpoint.
-
         Raises:
             InvalidRequestError: Both are the same run.
         """
@@ -263,12 +258,7 @@ class CheckpointFiller:
     """Reads the chunks of a checkpoint; implements ``_save.transfer.Filler``."""
 
     def __init__(self, reader: CheckpointReader, slabs: Sequence[Slab]) -> None:
-        """Creates the filler; nothing is read yet.
-
-        Args:
-            reader: Reader of the checkpoint.
-            slabs: Slabs of all its chunks.
-        """
+        """Creates the filler of slabs of all chunks; nothing is read yet."""
         self._reader = reader
         self._slabs = slabs
         self._bytes = replace(reader.manifest, tree=make_bytes_tree(reader.tree))

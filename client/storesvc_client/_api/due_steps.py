@@ -46,12 +46,7 @@ class LoopSaves:
     """The saves of one loop, in order."""
 
     def __init__(self, run: str, on_failure: OnFailure) -> None:
-        """Begins to count.
-
-        Args:
-            run: Name of the run.
-            on_failure: How many failures in a row are tolerated.
-        """
+        """Begins to count."""
         self.saved_step: int | None = None
         """Newest step that was committed."""
         self.failures = 0
@@ -272,12 +267,7 @@ class TakenSteps:
     def __init__(
         self, run: str, deleted_steps: Callable[[int], tuple[int, ...]]
     ) -> None:
-        """Begins without any.
-
-        Args:
-            run: Name of the run.
-            deleted_steps: Lists the steps of deleted checkpoints, from a step on.
-        """
+        """Begins without any; ``deleted_steps`` lists those from a step on."""
         self._run = run
         self._deleted_steps = deleted_steps
         self._why = dict[int, str]()
@@ -363,17 +353,8 @@ class DueSteps:
         saves: LoopSaves,
         taken: TakenSteps,
     ) -> None:
-        """Prepares to decide.
-
-        Args:
-            run: Name of the run.
-            schedule: When to save.
-            if_busy: What a step that is due does while a save is running.
-            trouble: Describes a wait for a server that does not answer; "" if there is
-                none.
-            saves: The saves of the loop.
-            taken: Steps that other checkpoints have.
-        """
+        """Prepares to decide; ``trouble`` describes a wait for a server that does not
+        answer, or is ""."""
         self.asks_at = 0
         """Step from which on there is something to decide."""
         self.skipped = 0

@@ -355,10 +355,6 @@ def take_state(owner: Any) -> State | None:
 def give_state(owner: Any, value: Any) -> None:
     """Gives an object a state that was saved for this process, or for all.
 
-    Args:
-        owner: Object that has a state.
-        value: Value of the item.
-
     Raises:
         UnfitStateError: It is the state of an object of another class.
     """
@@ -393,11 +389,7 @@ def shard_part(owner: Any) -> tuple[int, int]:
 
 
 def give_shards(owner: Any, shards: Mapping[int, Any]) -> None:
-    """Gives an object the states of its shards.
-
-    Args:
-        owner: Object that takes shards.
-        shards: Stored states of the shards that it takes, by their numbers.
+    """Gives an object the stored states of the shards that it takes.
 
     Raises:
         UnfitStateError: The object rejects them.

@@ -171,14 +171,7 @@ class CheckpointReader(TreeReader):
         request: RestoreRequest,
     ) -> tuple[Any, RestoreReport]:
         """Restores the state, after all processes of ``joint`` have agreed on the
-        checkpoint; see ``Run.restore``. Returns it with the report.
-
-        Args:
-            joint: Joint restore of the job; None if this process restores alone.
-            deadline: Deadline of the whole restore.
-            meter: Measures the restore.
-            request: What to restore.
-        """
+        checkpoint; see ``Run.restore``. Returns it with the report."""
         from storesvc_client._pytree.restore_target import Target
 
         if joint is None and self._spread:
@@ -536,16 +529,8 @@ def _report(
     *,
     damaged: Mapping[int, str],
 ) -> RestoreReport:
-    """Returns the report of a restore, once all processes have ended it.
-
-    Args:
-        info: The checkpoint.
-        source: Source of the chunks.
-        assembly: Assembly of the chunks.
-        joint: The joint restore; None if this process restored alone.
-        seconds: Time that this process spent reading or exchanging chunks.
-        damaged: Newer checkpoints that were skipped, with their damage.
-    """
+    """Returns the report of a restore, once all processes have ended it; this one
+    spent ``seconds`` reading or exchanging chunks."""
     meter = assembly.meter
     read_bytes, received_bytes = meter.done_bytes, 0
     if isinstance(source, PeerSource):

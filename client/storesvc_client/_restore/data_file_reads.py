@@ -43,13 +43,8 @@ class BufferBudget:
     """Limits the bytes of allocated buffers and of reads in flight."""
 
     def __init__(self, limit: int, *, read_bytes: int | None = None) -> None:
-        """Creates an unused budget.
-
-        Args:
-            limit: Maximum bytes of buffers.
-            read_bytes: Maximum bytes of reads in flight; None if reads go directly
-                into buffers.
-        """
+        """Creates an unused budget; without ``read_bytes``, reads go directly into
+        buffers."""
         self._limit = limit
         self._read_limit = read_bytes
         self._bytes = 0

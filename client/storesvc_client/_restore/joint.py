@@ -186,12 +186,7 @@ class JointRestore:
     the first half of a restore."""
 
     def __init__(self, job: Job, run: str) -> None:
-        """Creates the restore; the other processes are not contacted yet.
-
-        Args:
-            job: The processes.
-            run: Name of the run.
-        """
+        """Creates the restore; the other processes are not contacted yet."""
         self.job = job
         self._calls = JointCalls(job, f"read/{run}")
         self._place = ""
@@ -340,13 +335,8 @@ class JointRestore:
         return ""
 
     def agree_on_damage(self, error: StoreError, *, is_final: bool) -> str:
-        """Returns the damage that ended this restore in all processes; "" if another
-        error did.
-
-        Args:
-            error: Error that this process raised.
-            is_final: Whether no other checkpoint is left; process 0's counts.
-        """
+        """Returns the damage that ended this restore in all processes; see
+        ``agree_on_damage``."""
         return agree_on_damage(
             self.job, self._place, error, seconds=self._deadline.left, is_final=is_final
         )
@@ -385,11 +375,8 @@ class JointRestore:
 
     @contextmanager
     def publishing(self, describe: Callable[[], str]) -> Generator[None]:
-        """Publishes the progress of this process at intervals within the context.
-
-        Args:
-            describe: Returns the progress as text; called in another thread.
-        """
+        """Publishes the progress of this process at intervals within the context, as
+        ``describe`` returns it in another thread."""
         ended = threading.Event()
 
         def publish() -> None:
@@ -437,13 +424,8 @@ class JointRestore:
         self._place = place
 
     def _gather(self, end: float, *, grace: float) -> None:
-        """Hands the key prefix to all other processes; logs which one is waited for.
-
-        Args:
-            end: Time at which waiting for the others ends.
-            grace: Maximum wait after a failure, which is published to processes that
-                are here and to those that arrive.
-        """
+        """Hands the key prefix to all other processes until ``end``, or for ``grace``
+        seconds after a failure, which is published; logs which one is waited for."""
         timer, is_published, seconds = WaitLogTimer(), False, 0.0
         while True:
             for index in sorted(self._absent):
@@ -563,15 +545,9 @@ class JointRestore:
     def _await_key(
         self, key: str, index: int, end: float, *, grace: float
     ) -> tuple[str | None, str]:
-        """Waits for a process to publish a key; returns its text and the last progress
-        of that process. Logs long waits.
-
-        Args:
-            key: The key.
-            index: The process.
-            end: Time at which the wait ends with None as the text.
-            grace: Maximum wait after a failure of any process.
-        """
+        """Waits for a process to publish a key, until ``end``, or for ``grace`` seconds
+        after a failure of any process; returns its text, or None, and the last progress
+        of that process. Logs long waits."""
         timer, progress, number = WaitLogTimer(), "", 0
         while True:
             now = time.monotonic()
@@ -618,12 +594,7 @@ class JointRestore:
         )
 
     def _lateness(self, index: int, progress: str) -> Outcome:
-        """Returns the verdict if a process has called restore but is not ready in time.
-
-        Args:
-            index: The process that is not ready.
-            progress: Its last progress after a colon, or "".
-        """
+        """Returns the verdict if a process has called restore, but is late to read."""
         return Outcome(
             failure=f"restore of {self._what}: {self._name(index)} of {self.job.count} "
             f"is not ready to read after {self._seconds:g} s{progress}; check that "

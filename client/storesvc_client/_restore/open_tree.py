@@ -61,13 +61,7 @@ class TreeReader:
     def __init__(
         self, tree: Tree, *, allocate: Callable[[int], Bytes], job: Job | None = None
     ) -> None:
-        """Creates it; nothing is read.
-
-        Args:
-            tree: Leaves and items.
-            allocate: Returns memory for a buffer of a size in bytes.
-            job: Job whose processes read it together; None if this process reads alone.
-        """
+        """Creates it; nothing is read. ``allocate`` returns memory for a buffer."""
         self.tree = tree
         self.job = job
         self.report: RestoreReport | None = None
@@ -242,12 +236,7 @@ class TreeReader:
             )
 
     def rename_leaves(self, rename: Callable[[Leaf], Leaf], document: bytes) -> Self:
-        """Returns the reader with other keys of its leaves, and a document.
-
-        Args:
-            rename: Returns a leaf with another key.
-            document: As ``run.save(document=)`` would have kept it.
-        """
+        """Returns the reader with other keys of its leaves, and a document."""
         found, tree = copy(self), self.tree
         leaves, items = tree.leaves[: tree.tree_count], tree.leaves[tree.tree_count :]
         tree = replace(tree, leaves=(*map(rename, leaves), *items), structure=document)

@@ -126,11 +126,6 @@ class Pictures:
 def changed_chunks(later: TreeReader, base: TreeReader, key: str) -> list[int]:
     """Returns the numbers of the chunks of a leaf whose digests differ.
 
-    Args:
-        later: The later checkpoint.
-        base: The earlier checkpoint.
-        key: Key of the leaf.
-
     Raises:
         NotFoundError: A checkpoint has no such leaf.
         InvalidRequestError: Their chunks cannot be compared.

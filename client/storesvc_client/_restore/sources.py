@@ -263,14 +263,7 @@ class FileSource:
     """Reads stored chunks from the data files of a run in a directory."""
 
     def __init__(self, root: Path, pool: str, manifest: Manifest, *, name: str) -> None:
-        """Creates the source; nothing is read yet.
-
-        Args:
-            root: Root of the store.
-            pool: Prefix of the run's data files.
-            manifest: Manifest of the checkpoint.
-            name: Name of the checkpoint in messages.
-        """
+        """Creates the source of the files below a prefix; nothing is read yet."""
         self._root = root
         self._pool = pool
         self._manifest = manifest

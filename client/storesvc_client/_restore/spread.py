@@ -98,13 +98,7 @@ class SpreadPlan:
     """The processes that need and that read each chunk of a restore."""
 
     def __init__(self, manifest: Manifest, needed: Needed, *, count: int) -> None:
-        """Computes the plan.
-
-        Args:
-            manifest: Manifest of the checkpoint.
-            needed: What all processes need.
-            count: Number of processes.
-        """
+        """Computes the plan for what all ``count`` processes need."""
         tree = manifest.tree
         needers: dict[int, Holders] = {}
         exchanged: list[tuple[int, Mapping[Region, Holders]]] = []

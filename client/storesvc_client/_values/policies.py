@@ -243,10 +243,6 @@ Rule: TypeAlias = (
 def check_rule(policy: RetentionPolicy, *, place: str = "retention policy") -> Rule:
     """Returns a policy as a member of the union of all kinds.
 
-    Args:
-        policy: The policy.
-        place: Call and option, for the message.
-
     Raises:
         InvalidRequestError: It is of another type.
     """

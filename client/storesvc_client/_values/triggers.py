@@ -158,12 +158,7 @@ def checked_on_failure(place: str, value: object) -> OnFailure:
 
 
 def whole_number(place: str, value: object, *, least: int = 0) -> int:
-    """Returns a whole number as an int.
-
-    Args:
-        place: Call or class, for the message.
-        value: The number, of any type of integers.
-        least: Smallest number.
+    """Returns a whole number of any type as an int, of at least ``least``.
 
     Raises:
         InvalidRequestError: It is of another type, or smaller.

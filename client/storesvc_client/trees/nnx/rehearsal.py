@@ -14,17 +14,16 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import jax
 
-from storesvc.format.trees import Tree
 from storesvc_client._api.run import Run, get_parts
 from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._pytree.save_plan import Plan
@@ -44,6 +43,8 @@ from storesvc_client.trees.nnx.recipes import (
 from storesvc_client.trees.nnx.restore_plans import (
     Options,
     Request,
+    Stored,
+    StoredLeaves,
     plan_module,
     plan_state,
 )
@@ -54,24 +55,6 @@ _EXIT_SECONDS: Final = 10.0
 """Maximum seconds that the exit of the process waits for rehearsals."""
 
 _log = logging.getLogger("storesvc_client")
-
-
-@dataclass(frozen=True)
-class _PlannedCheckpoint:
-    """A checkpoint that is about to be saved."""
-
-    name: str
-    tree: Tree
-
-    @property
-    def document(self) -> bytes:
-        return self.tree.structure
-
-    @cached_property
-    @collector_paused()
-    def leaves(self) -> Mapping[str, LeafInfo]:
-        rows = zip(self.tree.leaves, self.tree.grids, strict=True)
-        return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +156,11 @@ class Rehearser:
     def _rehearse(self, plan: Plan) -> Rehearsal:
         """Rehearses the restore by the class of the model; then, if the class needs a
         factory or fails, with the saved model itself."""
-        stored, saved = _PlannedCheckpoint(self._run, plan.tree), self._saved
+        tree, saved = plan.tree, self._saved
+        with collector_paused():
+            rows = zip(tree.leaves, tree.grids, strict=True)
+            leaves = {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
+        stored = StoredLeaves(self._run, tree.structure, leaves, tree)
         call = "restore_state" if saved.state_class else "restore_model"
         unfit = f"the checkpoint cannot be restored by {call}(run, model=...)"
         cls = module_class(saved.graphdef)
@@ -211,7 +198,7 @@ class Rehearser:
 
 
 @collector_paused()  # the recipe is gone before the collector runs again
-def _needs_arguments(cls: type[Any], stored: _PlannedCheckpoint) -> bool:
+def _needs_arguments(cls: type[Any], stored: Stored) -> bool:
     """Returns whether a checkpoint lacks arguments that a class needs."""
     recipe = Recipe.unpack(stored.document)
     has_config = recipe.config is not None and takes_config(cls, recipe)
@@ -219,9 +206,7 @@ def _needs_arguments(cls: type[Any], stored: _PlannedCheckpoint) -> bool:
     return not given.issuperset(needed_arguments(cls))
 
 
-def _failure(
-    stored: _PlannedCheckpoint, saved: _ModelToSave, model: Any
-) -> Exception | None:
+def _failure(stored: Stored, saved: _ModelToSave, model: Any) -> Exception | None:
     """Returns the error that a restore with this model would raise, or None."""
     # without tx, the optimizer is unknown
     skips = saved.state_class is not None and saved.tx is None

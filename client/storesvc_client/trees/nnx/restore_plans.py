@@ -114,8 +114,8 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SelectedLeaves:
-    """A checkpoint of which only some leaves count."""
+class StoredLeaves:
+    """A checkpoint of which only some leaves count, or that is about to be saved."""
 
     name: str
     document: bytes
@@ -141,7 +141,7 @@ def select_leaves(stored: Stored, select: Patterns | None) -> Stored:
             )
         found.update(keys)
     leaves = {key: leaf for key, leaf in stored.leaves.items() if key in found}
-    return SelectedLeaves(stored.name, stored.document, leaves, stored.tree)
+    return StoredLeaves(stored.name, stored.document, leaves, stored.tree)
 
 
 _log = logging.getLogger("storesvc_client")

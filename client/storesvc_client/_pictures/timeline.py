@@ -88,11 +88,6 @@ def placed_names(
             above = x + radius
 
 
-def needs_row_above(names: Iterable[PlacedName]) -> bool:
-    """Returns whether a name is above its mark."""
-    return any(name.is_above for name in names)
-
-
 _TICKS: Final = 7
 """Maximum number of intervals between ticks."""
 
@@ -321,7 +316,8 @@ def timeline(
     tagged = [mark for lane in lanes if lane.name == "tags" for mark in lane.marks]
     marks = [(mark.x, ", ".join(mark.names)) for mark in tagged]
     names = [*placed_names(marks, radius=_RADIUS + 1, width=width)] if marks else []
-    top += _NAMES if needs_row_above(names) else 0.0
+    if any(name.is_above for name in names):
+        top += _NAMES
     bottom = top + _LANE * len(lanes)
     body += _axis(place, ticks, axis, bottom=bottom, width=width)
     for name in names:

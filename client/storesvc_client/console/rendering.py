@@ -35,7 +35,6 @@ from storesvc_client import (
     HoldInfo,
     LeafInfo,
     OpenCheckpoint,
-    PhaseSpan,
     StoreError,
     Tag,
     WriterReport,
@@ -212,52 +211,6 @@ _ROW: Final = 22.0
 _THINNEST: Final = 2.0
 
 
-def save_chart(spans: tuple[PhaseSpan, ...], *, seconds: float, label: str) -> str:
-    """Returns a bar for each phase, from its first start to its last end, as SVG.
-
-    Args:
-        spans: Phases of the process.
-        seconds: Length of the axis, which the processes of a save share.
-        label: Text for people who do not see it.
-    """
-    room = _WIDTH_SAVE_CHART - _LEFT - _RIGHT
-    scale = room / max(seconds, 1e-9)
-    body = [line(_LEFT, 0, _LEFT, _ROW * len(spans), opacity=0.3)]
-    for at, span in enumerate(spans):
-        top = at * _ROW
-        start = _LEFT + min(span.start_seconds * scale, room)
-        length = min((span.end_seconds - span.start_seconds) * scale, room)
-        times = f"{span.start_seconds:.3f} s to {span.end_seconds:.3f} s"
-        body += [
-            words(span.name, _LEFT - 10, top + 15, text_anchor="end"),
-            element(
-                "rect",
-                title=f"{span.name}: {times}, busy for {span.busy_seconds:.3f} s",
-                x=start,
-                y=top + 4,
-                width=max(length, _THINNEST),
-                height=_ROW - 8,
-                rx=2,
-                fill=BLUE,
-            ),
-            words(
-                f"{span.end_seconds - span.start_seconds:.3f} s",
-                _WIDTH_SAVE_CHART - _RIGHT + 70,
-                top + 15,
-                text_anchor="end",
-            ),
-            words(
-                f"{span.busy_seconds:.3f} s",
-                _WIDTH_SAVE_CHART - 6,
-                top + 15,
-                text_anchor="end",
-                opacity=0.7,
-            ),
-        ]
-    height = _ROW * max(len(spans), 1)
-    return document(body, label=label, width=_WIDTH_SAVE_CHART, height=height)
-
-
 _WIDTH: Final = 96
 _HEIGHT: Final = 22
 
@@ -346,11 +299,53 @@ def heatmap(values: LeafValues) -> Markup | None:
 
 
 def save_phases(writer: WriterReport, seconds: float) -> Markup | None:
-    """Returns the phases of a process of a save."""
-    if not writer.timeline:
+    """Returns a bar for each phase of a process of a save, from its first start to its
+    last end.
+
+    Args:
+        writer: The process.
+        seconds: Length of the axis, which the processes of a save share.
+    """
+    spans = writer.timeline
+    if not spans:
         return None
+    room = _WIDTH_SAVE_CHART - _LEFT - _RIGHT
+    scale = room / max(seconds, 1e-9)
+    body = [line(_LEFT, 0, _LEFT, _ROW * len(spans), opacity=0.3)]
+    for at, span in enumerate(spans):
+        top = at * _ROW
+        start = _LEFT + min(span.start_seconds * scale, room)
+        length = min((span.end_seconds - span.start_seconds) * scale, room)
+        times = f"{span.start_seconds:.3f} s to {span.end_seconds:.3f} s"
+        body += [
+            words(span.name, _LEFT - 10, top + 15, text_anchor="end"),
+            element(
+                "rect",
+                title=f"{span.name}: {times}, busy for {span.busy_seconds:.3f} s",
+                x=start,
+                y=top + 4,
+                width=max(length, _THINNEST),
+                height=_ROW - 8,
+                rx=2,
+                fill=BLUE,
+            ),
+            words(
+                f"{span.end_seconds - span.start_seconds:.3f} s",
+                _WIDTH_SAVE_CHART - _RIGHT + 70,
+                top + 15,
+                text_anchor="end",
+            ),
+            words(
+                f"{span.busy_seconds:.3f} s",
+                _WIDTH_SAVE_CHART - 6,
+                top + 15,
+                text_anchor="end",
+                opacity=0.7,
+            ),
+        ]
     label = f"phases of process {writer.writer}"
-    return _drawn(save_chart(writer.timeline, seconds=seconds, label=label))
+    height = _ROW * len(spans)
+    return _drawn(document(body, label=label, width=_WIDTH_SAVE_CHART, height=height))
 
 
 def layer_bars(opened: OpenCheckpoint, found: Diff) -> Markup | None:

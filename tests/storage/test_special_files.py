@@ -175,7 +175,7 @@ def test_chunks_of_a_replaced_data_file_are_not_reused(
 def test_a_special_file_in_place_of_a_direct_file_is_not_acknowledged(
     server: ServerProcess, replace: Replace
 ) -> None:
-    placer = Placer(server)
+    placer = Placer(server.address, server.root)
     replace(placer.put(0, 1), server)
 
     with rejected("INVALID_CHUNK", match=r"missing|shorter"):

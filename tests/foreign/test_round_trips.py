@@ -165,7 +165,7 @@ def imported(
         def load(name: str) -> store.Run:
             run = f"tests/{name}"
             if name not in known:
-                printed("-s", root, "import", f"{written(name).url}@latest", run)
+                printed(root, "import", f"{written(name).url}@latest", run)
                 known.add(name)
             return client.run(run)
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import attrgetter
-from typing import Final, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from storesvc.auth.call import may_list
 from storesvc.catalog.records import (
@@ -63,6 +63,7 @@ from storesvc.storage.bucket import Bucket, Generation
 from storesvc.storage.requests import AT_ONCE, each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
+P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -82,18 +83,24 @@ async def rows(
     count = limit  # usually each name is a row
     while names and len(found) < limit:
         batch, names = names[:count], names[count:]
-        looks = await each(lambda name: or_damage(look(name)), batch)
+        looks = await each(lambda name: or_damage(look, name), batch)
         seen = zip(batch, looks, strict=True)
         found += [(name, one) for name, one in seen if one is not None]
         count = max(limit - len(found), AT_ONCE)
     return found[:limit]
 
 
-async def or_damage(reading: Awaitable[T]) -> T | CorruptDataError:
+async def or_damage(
+    read: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+) -> T | CorruptDataError:
     """Returns the result of a read, or its error if the data are damaged, so that a
-    list continues with the next row."""
+    list continues with the next row.
+
+    A function, because a coroutine that exists before a task is cancelled at its start
+    would never be awaited.
+    """
     try:
-        return await reading
+        return await read(*args, **kwargs)
     except CorruptDataError as e:
         return e
 
@@ -236,7 +243,7 @@ class SlotReader:
         count = limit
         while steps and len(found) < limit:
             batch, steps = steps[:count], steps[count:]
-            slots = await each(lambda step: or_damage(self.checked(run, step)), batch)
+            slots = await each(lambda step: or_damage(self.checked, run, step), batch)
             for step, slot in zip(batch, slots, strict=True):
                 if len(found) == limit:
                     break
@@ -253,7 +260,7 @@ class SlotReader:
         self, run: RunName, skipped: Mapping[int, Generation | None]
     ) -> bool:
         """Returns whether slots still have their generations."""
-        slots = await each(lambda step: or_damage(self.slot(run, step)), skipped)
+        slots = await each(lambda step: or_damage(self.slot, run, step), skipped)
         for before, slot in zip(skipped.values(), slots, strict=True):
             if isinstance(slot, CorruptDataError) or (slot and slot[1]) != before:
                 return False
@@ -331,7 +338,7 @@ async def checkpoint_not_found(
     found: list[int] = []
     while rest and len(found) < _NEAREST:
         batch, rest = rest[:_NEAREST], rest[_NEAREST:]
-        slots = await each(lambda step: or_damage(committed(step)), batch)
+        slots = await each(lambda step: or_damage(committed, step), batch)
         found += [s.step for s in slots if isinstance(s, pb.CheckpointRecord)]
     near = sorted(found[:_NEAREST])
     return CheckpointNotFoundError(

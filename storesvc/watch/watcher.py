@@ -451,7 +451,7 @@ class _Feed:
         """Works like ``changes``, with None for an announcement that was trimmed."""
         numbers = numbers_to_resolve(position, self._tail)
         while batch := list(islice(numbers, READS_AT_ONCE)):
-            changes = (or_damage(self._cache.change(number, run)) for number in batch)
+            changes = (or_damage(self._cache.change, number, run) for number in batch)
             found = await asyncio.gather(*changes)
             for number, change in zip(batch, found, strict=True):
                 if number > position.last and is_full(position):

@@ -39,11 +39,7 @@ class _Job:
         self._job = JaxJob("tests.support.job_parts:saves_on", PROCESSES, 1, {})
         self._log = self._job.directory / "log"
         self._log.touch()
-        self._job.arguments = {
-            "target": target,
-            "steps": STEPS,
-            "log": str(self._log),
-        }
+        self._job.arguments = {"target": target, "steps": STEPS, "log": str(self._log)}
         self._job.start()
 
     def logged(self, event: str) -> set[int]:

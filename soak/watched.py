@@ -79,7 +79,6 @@ def compiled(source: str) -> Path:
     library = Path(tempfile.mkdtemp(prefix="storesvc-soak-")) / f"{source}.so"
     path = Path(__file__).with_name(source)
     subprocess.run(
-        [compiler, "-O1", "-shared", "-fPIC", "-o", library, path, "-ldl"],
-        check=True,
+        [compiler, "-O1", "-shared", "-fPIC", "-o", library, path, "-ldl"], check=True
     )
     return library

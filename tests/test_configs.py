@@ -277,9 +277,7 @@ def test_a_config_that_the_model_does_not_name_is_rejected_with_the_call(
 @pytest.mark.parametrize(
     "name", ["os:system", "subprocess:Popen", "builtins:dict", "tests.test_configs:C"]
 )
-def test_a_document_cannot_name_other_classes_than_the_config_does(
-    name: str,
-) -> None:
+def test_a_document_cannot_name_other_classes_than_the_config_does(name: str) -> None:
     with pytest.raises(StructureError, match="expected a class that the model's"):
         rebuild_settings({"object": name, "fields": []}, setting_classes(Config))
 

@@ -22,12 +22,7 @@ from flax import nnx
 
 import storesvc_client as store
 from storesvc_client._pytree.leaves import named_leaves
-from storesvc_client.easydel import (
-    restore_model,
-    restore_state,
-    save_model,
-    save_state,
-)
+from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
 from storesvc_client.trees.easydel import EasyDeLState
 from tests.support.examples import sampled
 
@@ -201,10 +196,7 @@ def test_a_model_of_each_release_is_restored_by_its_structure(
 @pytest.mark.parametrize(
     ("other", "match"),
     [
-        (
-            {"epsilon": 1e-3},
-            "norm/epsilon: expected 1e-05 as saved, got 0.001",
-        ),
+        ({"epsilon": 1e-3}, "norm/epsilon: expected 1e-05 as saved, got 0.001"),
         ({"activation": nnx.gelu}, "activation: expected .*relu.* as saved, got .*gel"),
     ],
     ids=["epsilon", "activation"],

@@ -29,14 +29,10 @@ Values: TypeAlias = Callable[
 def state_of(leaves: Mapping[str, Leaf], seed: int, values: Values) -> State:
     """Returns a state of finite numbers."""
     rng = np.random.default_rng(seed)
-    dtypes = {
-        "float32": np.dtype(np.float32),
-        "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    }
+    dtypes = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
     state: State = {
         key: jax.device_put(
-            _aligned(values(rng, leaf.shape, dtypes[leaf.dtype])),
-            sharding_of(leaf),
+            _aligned(values(rng, leaf.shape, dtypes[leaf.dtype])), sharding_of(leaf)
         )
         for key, leaf in leaves.items()
     }

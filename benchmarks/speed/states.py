@@ -149,10 +149,7 @@ def _experts(layers: int, width: int) -> State:
 
 def _uneven(words: int, width: int) -> State:
     """Leaves of odd dimensions, from a few KiB to 200 MB for 50,257 words."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed": (words, 1001),
-        "head": (1001, words),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"embed": (words, 1001), "head": (1001, words)}
     shapes |= {"table": (width - 2, 9999), "bias": (1025,), "scale": (33, 31)}
     for block in range(8):
         shapes[f"blocks/{block}/in"] = (width, 4097)

@@ -23,14 +23,7 @@ then waits for their end."""
 OURS: Final = (*_HERE, "bucket")
 """The above, and this store on a bucket, direct."""
 
-PEERS: Final = (
-    "orbax",
-    "orbax-raw",
-    "jax",
-    "safetensors",
-    "torch",
-    "easydel",
-)
+PEERS: Final = ("orbax", "orbax-raw", "jax", "safetensors", "torch", "easydel")
 """Orbax with its defaults, and with zarr3 without compression; jax's serialization;
 safetensors; torch's distributed checkpoints; EasyDeL's checkpoints."""
 

@@ -247,9 +247,7 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
     return kind(f"store {address} failed: {e.code().name}: {e.details()}")
 
 
-def _details(
-    e: grpc.Call,
-) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+def _details(e: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
     """Returns the ``ErrorInfo`` of a storesvc server's response, and its retry delay in
     seconds; None where the response has none."""
     try:

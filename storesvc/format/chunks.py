@@ -210,9 +210,7 @@ def unpack_places(table: pb.ChunkTable) -> ChunkLocations:
     )
 
 
-def merge(
-    parts: Sequence[tuple[Sums, ChunkLocations]],
-) -> tuple[Sums, ChunkLocations]:
+def merge(parts: Sequence[tuple[Sums, ChunkLocations]]) -> tuple[Sums, ChunkLocations]:
     """Merges chunks in the order of their ordinals; omits files without chunks."""
     parts = parts or [_EMPTY]
     files: dict[str, int] = {}

@@ -128,10 +128,7 @@ def metadata(
             "name": "regular",
             "configuration": {"chunk_shape": list(chunk_shape)},
         },
-        "chunk_key_encoding": {
-            "name": "default",
-            "configuration": {"separator": "/"},
-        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill,
         "codecs": [
             {"name": "bytes", "configuration": {"endian": "little"}},

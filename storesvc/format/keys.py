@@ -43,12 +43,7 @@ MAX_ENCODED_BYTES: Final = 1 << 30
 """Maximum bytes of an encoded value."""
 
 ENCODED_KINDS: Final = frozenset(
-    {
-        pb.LEAF_KIND_TEXT,
-        pb.LEAF_KIND_JSON,
-        pb.LEAF_KIND_BYTES,
-        pb.LEAF_KIND_INTEGER,
-    }
+    {pb.LEAF_KIND_TEXT, pb.LEAF_KIND_JSON, pb.LEAF_KIND_BYTES, pb.LEAF_KIND_INTEGER}
 )
 """Kinds of leaves whose elements are the bytes of an encoded value."""
 

@@ -73,12 +73,7 @@ def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifes
         tree = unpack_leaves(message.leaves)
         sums = unpack_sums(message.chunks, count=tree.chunk_count)
         places = unpack_places(message.chunks)
-    except (
-        DecodeError,
-        InvalidTreeError,
-        InvalidItemError,
-        InvalidChunksError,
-    ) as e:
+    except (DecodeError, InvalidTreeError, InvalidItemError, InvalidChunksError) as e:
         raise CorruptManifestError(f"manifest: {e}") from e
     _check_lengths(tree, places)
     return Manifest(tree, sums, places)

@@ -10,13 +10,7 @@ import pytest
 import storesvc_client as store
 from storesvc.errors import CheckpointNotFoundError, CorruptDataError
 from storesvc.format.layout import RunPaths
-from storesvc.format.names import (
-    LATEST,
-    CheckpointName,
-    HoldName,
-    RunName,
-    UploadName,
-)
+from storesvc.format.names import LATEST, CheckpointName, HoldName, RunName, UploadName
 from storesvc.format.seal import seal, unseal
 from storesvc.gc.collector import RETRY_PERIOD
 from storesvc.save.uploads import DEFAULT_LEASE

@@ -167,10 +167,7 @@ def test_the_navigation_keeps_what_it_shows_while_it_asks(
 
 
 def test_a_server_without_a_log_has_no_page_of_it(tmp_path: Path) -> None:
-    with (
-        store.connect(tmp_path.as_uri()) as client,
-        ServedConsole(client) as served,
-    ):
+    with store.connect(tmp_path.as_uri()) as client, ServedConsole(client) as served:
         response = served.get("/audit")
 
         assert NAVIGATED not in served.text("/")

@@ -585,10 +585,7 @@ def test_a_store_that_does_not_answer_is_a_page(
 
 
 def test_a_console_works_on_a_root_without_a_server(tmp_path: Path) -> None:
-    with (
-        store.connect(tmp_path.as_uri()) as client,
-        ServedConsole(client) as served,
-    ):
+    with store.connect(tmp_path.as_uri()) as client, ServedConsole(client) as served:
         assert "No run yet." in served.text("/")
         assert "No run yet." in served.text("/events")
         client.run("a/b").save(1, {"w": np.ones(2)}).result()

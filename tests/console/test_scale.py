@@ -141,8 +141,7 @@ def test_a_long_run_shows_its_newest_part_at_once(console: ServedConsole) -> Non
 
 
 def test_the_tree_of_a_large_checkpoint_follows_its_page(
-    client: store.Client,
-    console: ServedConsole,
+    client: store.Client, console: ServedConsole
 ) -> None:
     with ServedConsole(client) as new:  # which has read no tree
         first = new.text("/r/scale/large@1")

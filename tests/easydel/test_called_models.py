@@ -111,11 +111,7 @@ def test_a_state_of_a_called_model_comes_back_and_trains(run: store.Run) -> None
         assert ["model/frequencies"] == caches_of(state.model)
         assert digests(back).items() <= saved.items()
         assert 1 == len(saved) - len(digests(back))  # the table
-        np.testing.assert_allclose(
-            logits(state.model),
-            logits(back.model),
-            atol=1e-6,
-        )
+        np.testing.assert_allclose(logits(state.model), logits(back.model), atol=1e-6)
 
 
 def test_a_checkpoint_of_an_uncalled_model_fits_a_called_one(run: store.Run) -> None:

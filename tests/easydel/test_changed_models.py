@@ -16,12 +16,7 @@ from easydel.layers.quantization import QuantizationConfig, QuantizationType
 from flax import nnx
 
 import storesvc_client as store
-from storesvc_client.easydel import (
-    restore_model,
-    restore_state,
-    save_model,
-    save_state,
-)
+from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
 from tests.easydel.digests import digests
 from tests.easydel.scenarios import Scenario
 

@@ -37,9 +37,7 @@ def test_the_first_policy_that_reaches_a_step_decides(
     assert steps == [step for step in range(21) if due.is_due_at(step)]
 
 
-def test_eformers_checkpointer_decides_the_same(
-    tmp_path: Any,
-) -> None:
+def test_eformers_checkpointer_decides_the_same(tmp_path: Any) -> None:
     saved: list[int] = []
     theirs = eformer.Checkpointer(str(tmp_path), None, POLICIES)
     for step in range(40):

@@ -10,9 +10,7 @@ each_case = pytest.mark.parametrize("case", list(cases()), ids=lambda case: case
 
 
 @each_case
-def test_ours_answer_as_easydels_do_but_where_a_deviation_is_listed(
-    case: Case,
-) -> None:
+def test_ours_answer_as_easydels_do_but_where_a_deviation_is_listed(case: Case) -> None:
     expected, actual = outcome(case.run, theirs), outcome(case.run, ours)
 
     assert (case.deviation is None) == (expected == actual)

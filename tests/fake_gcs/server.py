@@ -55,13 +55,7 @@ class Server:
     """Receives requests, applies faults, and sends responses."""
 
     def __init__(
-        self,
-        api: Api,
-        control: Control,
-        *,
-        faults: Faults,
-        log: Log,
-        network: Network,
+        self, api: Api, control: Control, *, faults: Faults, log: Log, network: Network
     ) -> None:
         self._api = api
         self._control = control

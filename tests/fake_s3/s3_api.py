@@ -235,9 +235,7 @@ def _check(headers: Mapping[str, str], found: StoredObject | None) -> None:
 def _document(kind: str, inside: str, *, status: int = HTTPStatus.OK) -> Answer:
     text = f'<?xml version="1.0" encoding="UTF-8"?><{kind}>{inside}</{kind}>'
     return Answer(
-        status=status,
-        headers={"content-type": "application/xml"},
-        body=text.encode(),
+        status=status, headers={"content-type": "application/xml"}, body=text.encode()
     )
 
 

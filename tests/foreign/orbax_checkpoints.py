@@ -21,9 +21,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
-from orbax.checkpoint._src.metadata.pytree_metadata_options import (
-    PyTreeMetadataOptions,
-)
+from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
 
 MESH_SHAPE: Final = (4, 2)
 

@@ -82,10 +82,7 @@ def stored(folder: Path, form: str, *, in_ocdbt: bool) -> TensorStoreArray:
         {**FORMS[form], "kvstore": written}, create=True, dtype=ts.int32, shape=SHAPE
     ).result().write(ARRAY).result()
     place = ArrayPlace(
-        name="leaf 'w'",
-        driver=FORMS[form]["driver"],
-        kvstore=kvstore,
-        is_whole=True,
+        name="leaf 'w'", driver=FORMS[form]["driver"], kvstore=kvstore, is_whole=True
     )
     (found,) = open_arrays(LocalLocation(folder), [place])
     return found

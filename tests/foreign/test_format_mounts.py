@@ -27,10 +27,7 @@ def assert_equal(expected: Any, actual: Any) -> None:
 
 def test_numbers_in_names_become_indexes_where_the_target_has_them() -> None:
     run = store.open_foreign(f"eformer:{EFORMER}")
-    layers = {
-        0: {"kernel": jnp.zeros((2, 3), jnp.bfloat16)},
-        1: {"bias": jnp.zeros(3)},
-    }
+    layers = {0: {"kernel": jnp.zeros((2, 3), jnp.bfloat16)}, 1: {"bias": jnp.zeros(3)}}
     like = {"tx": [{"count": jnp.zeros((), jnp.int32), "mu": {"layers": layers}}]}
     expected = {
         "tx": [

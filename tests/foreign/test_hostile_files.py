@@ -117,8 +117,7 @@ SAFETENSORS: dict[str, Writer] = {
     "link out": linked("model.safetensors"),
     "folder as file": lambda folder: (folder / "model.safetensors").mkdir(),
     "config that is a link out": in_order(
-        lambda folder: write_header(folder, {"a": tensor()}),
-        linked("config.json"),
+        lambda folder: write_header(folder, {"a": tensor()}), linked("config.json")
     ),
     "config of 17 MB": in_order(
         lambda folder: write_header(folder, {"a": tensor()}),
@@ -306,9 +305,7 @@ LEVANTER: dict[str, Writer] = {
     "key that is no text": database(lambda d: _put(d, b"\xff/zarr.json", b"{}")),
     "metadata that is no array": database(lambda d: _put(d, b"v/zarr.json", b"{}")),
     "deep metadata": database(lambda d: _put(d, b"v/zarr.json", DEEP[:1000])),
-    "array in an array": database(
-        lambda d: write_levanter(d, "w/v"),
-    ),
+    "array in an array": database(lambda d: write_levanter(d, "w/v")),
     "manifest of zeros": database(
         lambda d: (d / "manifest.ocdbt").write_bytes(bytes(64))
     ),

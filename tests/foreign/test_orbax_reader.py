@@ -20,12 +20,7 @@ from storesvc_client._foreign.locations import open_location
 from storesvc_client._items.values import unpack_containers
 from storesvc_client.errors import DataLossError, NotFoundError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
-from tests.foreign.orbax_checkpoints import (
-    WRITERS,
-    arrays,
-    nnx_state,
-    tree_for,
-)
+from tests.foreign.orbax_checkpoints import WRITERS, arrays, nnx_state, tree_for
 from tests.support.foreign_reading import read_items
 
 

@@ -57,11 +57,7 @@ def sharded(chunk: tuple[int, ...], inner: tuple[int, ...]) -> dict[str, Any]:
     return zarr3(chunk, [{"name": "sharding_indexed", "configuration": shard}])
 
 
-FORMS = {
-    "zarr2": zarr2,
-    "zarr3": zarr3,
-    "shards": lambda chunk: sharded(chunk, chunk),
-}
+FORMS = {"zarr2": zarr2, "zarr3": zarr3, "shards": lambda chunk: sharded(chunk, chunk)}
 
 
 class Stored(NamedTuple):
@@ -114,10 +110,7 @@ def opened_array(
     folder: Path, driver: str, kvstore: dict[str, Any], *, is_whole: bool = True
 ) -> TensorStoreArray:
     place = ArrayPlace(
-        name="leaf 'w'",
-        driver=driver,
-        kvstore=kvstore,
-        is_whole=is_whole,
+        name="leaf 'w'", driver=driver, kvstore=kvstore, is_whole=is_whole
     )
     (found,) = open_arrays(LocalLocation(folder), [place])
     return found

@@ -72,11 +72,7 @@ DAMAGE: Final[dict[str, tuple[str, str, Callable[[Path], object]]]] = {
         "JSON",
         _rewritten("model_config/metadata", b"["),
     ),
-    "states of some processes": (
-        "data",
-        "processes",
-        _some_states,
-    ),
+    "states of some processes": ("data", "processes", _some_states),
     "too many files": ("mine", "at most 64", lambda d: _custom(d / "mine", 80)),
     "an axis that is no Unicode": (
         "ema",

@@ -74,10 +74,7 @@ def trains(
         run = client.run(RUN)
         on_failure = store.Tolerate(tolerated) if tolerated else store.Raise()
         loop = run.loop(
-            every=trigger,
-            create=True,
-            keep=store.KeepLatest(50),
-            on_failure=on_failure,
+            every=trigger, create=True, keep=store.KeepLatest(50), on_failure=on_failure
         )
         try:
             with loop:

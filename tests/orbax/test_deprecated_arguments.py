@@ -37,10 +37,7 @@ def test_the_only_item_is_saved_and_restored(new_manager: NewManager) -> None:
 
 @NO_TARGET
 def test_items_are_saved_and_restored_by_name(new_manager: NewManager) -> None:
-    handlers = {
-        "a": ocp.PyTreeCheckpointHandler(),
-        "b": ocp.JsonCheckpointHandler(),
-    }
+    handlers = {"a": ocp.PyTreeCheckpointHandler(), "b": ocp.JsonCheckpointHandler()}
     manager = new_manager(item_handlers=handlers)
     assert manager.save(1, {"a": TREE, "b": {"x": 1}})
     manager.wait_until_finished()

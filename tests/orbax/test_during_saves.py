@@ -72,9 +72,7 @@ def test_what_is_known_of_a_step_waits_for_its_commit(our_manager: NewManager) -
     assert manager.all_steps() == [0, 1, 2]
 
 
-def test_a_load_of_version_1_waits_for_the_save(
-    runs: Callable[[], store.Run],
-) -> None:
+def test_a_load_of_version_1_waits_for_the_save(runs: Callable[[], store.Run]) -> None:
     with orbax.Checkpointer(runs()) as checkpointer:  # Orbax's raises
         checkpointer.save(0, tree(0.0))
         checkpointer.save_async(1, tree(1.0))

@@ -160,9 +160,7 @@ def test_options_of_a_context_are_logged_once(
     assert "array.saving.use_ocdbt;" in line
 
 
-def test_a_context_that_changes_what_is_saved_is_rejected(
-    runs: Any,
-) -> None:
+def test_a_context_that_changes_what_is_saved_is_rejected(runs: Any) -> None:
     context = Context()
     context.array.saving.storage_options.dtype = jnp.bfloat16
     with pytest.raises(store.InvalidRequestError, match=r"storage_options\.dtype"):

@@ -62,10 +62,7 @@ def test_force_does_not_overwrite_a_step(new_manager: NewManager) -> None:
         ({"save_interval_steps": 3}, [1, 3, 6]),
         ({"save_interval_steps": 4, "save_on_steps": [5, 7]}, [1, 4, 5, 7]),
         ({"should_save_fn": lambda step, before: step == (before or 0) + 2}, [2, 4, 6]),
-        (
-            {"save_decision_policy": managers.SpecificStepsPolicy([2, 3])},
-            [2, 3],
-        ),
+        ({"save_decision_policy": managers.SpecificStepsPolicy([2, 3])}, [2, 3]),
     ],
 )
 def test_the_options_decide_when_to_save(

@@ -448,9 +448,7 @@ ARRAYS = st.dictionaries(
 )
 @given(saves=st.lists(st.tuples(ARRAYS, st.integers(-1, 3)), min_size=1, max_size=6))
 def test_any_saves_on_any_bases_come_back_exactly(
-    server: ServerProcess,
-    client: store.Client,
-    saves: list[tuple[dict[str, int], int]],
+    server: ServerProcess, client: store.Client, saves: list[tuple[dict[str, int], int]]
 ) -> None:
     run = client.run(f"tests/any-{next(_names)}")
     for step, (values, back) in enumerate(saves):

@@ -208,10 +208,7 @@ async def test_an_upload_finds_its_base_beside_the_slot() -> None:
 
         upload = await begin(store, RUN, 2, base=CheckpointName(RUN, LATEST))
 
-        assert (1, UPLOAD.upload) == (
-            upload.record.base_step,
-            upload.record.base,
-        )
+        assert (1, UPLOAD.upload) == (upload.record.base_step, upload.record.base)
 
 
 async def test_a_repeated_commit_returns_its_record_with_the_receipts_gone() -> None:

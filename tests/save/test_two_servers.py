@@ -33,12 +33,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
-from tests.save.uploads_in_process import (
-    begin,
-    committed_chunks,
-    finish,
-    send,
-)
+from tests.save.uploads_in_process import begin, committed_chunks, finish, send
 from tests.support.contract import WHOLE, Writer, frame, mixed_sums, stored, sums
 from tests.support.examples import sampled
 from tests.support.faulty_bucket import Call, Calls, Fault, FaultyBucket, no_faults

@@ -161,9 +161,7 @@ def test_a_frame_that_does_not_fit_the_tree_is_rejected(
 def test_a_damaged_frame_after_good_ones_loses_only_itself(writer: Writer) -> None:
     writer.write(frame(0, 1))
     with refused("INVALID_CHUNK"):
-        writer.write(
-            api.ChunkFrame(chunk=[2], offset=[0], length=[4], data=b"????"),
-        )
+        writer.write(api.ChunkFrame(chunk=[2], offset=[0], length=[4], data=b"????"))
     writer.write(frame(2))
 
     assert 3 == writer.finish(sums(0, 1, 2)).chunk_count
@@ -172,10 +170,7 @@ def test_a_damaged_frame_after_good_ones_loses_only_itself(writer: Writer) -> No
 def test_a_repeated_begin_is_the_same_upload(begin: Callable[..., Writer]) -> None:
     writer = begin()
 
-    assert (writer.name, writer.epoch) == (
-        (again := writer.begin()).name,
-        again.epoch,
-    )
+    assert (writer.name, writer.epoch) == ((again := writer.begin()).name, again.epoch)
 
 
 def test_a_request_id_with_another_body_is_rejected(

@@ -18,8 +18,7 @@ seconds = st.floats(0, 1e6, width=32)
 
 def a_report() -> pb.WriterReport:
     return pb.WriterReport(
-        seconds=2,
-        phases=[pb.PhaseSpan(name="plan", start_seconds=0, end_seconds=1)],
+        seconds=2, phases=[pb.PhaseSpan(name="plan", start_seconds=0, end_seconds=1)]
     )
 
 

@@ -72,10 +72,7 @@ class Authority:
         builder = _builder(_named(name), key, until=until).issuer_name(self._name)
         if hosts or uris:
             names = x509.SubjectAlternativeName(
-                [
-                    *map(_general_name, hosts),
-                    *map(x509.UniformResourceIdentifier, uris),
-                ]
+                [*map(_general_name, hosts), *map(x509.UniformResourceIdentifier, uris)]
             )
             builder = builder.add_extension(names, critical=False)
         signed = builder.sign(self._key, hashes.SHA256())

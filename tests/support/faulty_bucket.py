@@ -166,10 +166,7 @@ class Calls:
 
     def _next(self, operation: str, path: str, *, changes: bool) -> Fault:
         call = Call(
-            operation=operation,
-            path=path,
-            changes=changes,
-            changes_before=self.changes,
+            operation=operation, path=path, changes=changes, changes_before=self.changes
         )
         self.changes += changes
         fault = Fault.DEATH if self._is_dead else self.plan(call)

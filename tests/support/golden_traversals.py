@@ -155,13 +155,7 @@ class Deep(nnx.Module):
         )
 
 
-PATH = (
-    DictKey("a"),
-    DictKey(3),
-    SequenceKey(1),
-    GetAttrKey("x"),
-    FlattenedIndexKey(7),
-)
+PATH = (DictKey("a"), DictKey(3), SequenceKey(1), GetAttrKey("x"), FlattenedIndexKey(7))
 NESTED = {"a": [1, {"b": 2}], "c": (3,)}
 P = PartitionSpec
 

@@ -193,12 +193,7 @@ def test_each_save_that_begins_has_one_span_however_it_ends(
 
     spans = collector.until(lambda spans: len(ends(spans)) >= 5)
     found = ends(spans)
-    assert found[:4] == [
-        (0, ""),
-        (0, "CHECKPOINT_EXISTS"),
-        (2, "OSError"),
-        (4, ""),
-    ]
+    assert found[:4] == [(0, ""), (0, "CHECKPOINT_EXISTS"), (2, "OSError"), (4, "")]
     assert [step for step, _ in found[4:]] == [5]
     assert found[4][1]
     failed = [one for one in spans if one.attributes.get("storesvc.step") == 2]

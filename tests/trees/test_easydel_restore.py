@@ -16,12 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
 import storesvc_client.nnx
-from storesvc_client.easydel import (
-    restore_model,
-    restore_state,
-    save_model,
-    save_state,
-)
+from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.blueprints import shardings_by_key
 from tests.support.leaf_bits import leaf_bits

@@ -296,9 +296,7 @@ def test_a_strict_rehearsal_rejects_the_save_and_changes_nothing(
     assert [2, 1] == [checkpoint.step for checkpoint in run.checkpoints()]
 
 
-def test_a_warning_names_the_call_that_still_works(
-    run: store.Run,
-) -> None:
+def test_a_warning_names_the_call_that_still_works(run: store.Run) -> None:
     tx = optax.GradientTransformation(
         lambda params: {"a": jnp.zeros(2)}, optax.sgd(0.1).update
     )

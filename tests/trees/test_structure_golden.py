@@ -92,9 +92,7 @@ def test_a_document_of_another_release_makes_the_same_module(file: Path) -> None
     _, state, expected = made(case_of(file))
 
     decoded = decode_graphdef(
-        json.loads(file.read_text()),
-        allow=case.allow,
-        template=template(case_of(file)),
+        json.loads(file.read_text()), allow=case.allow, template=template(case_of(file))
     )
 
     assert expected == called(case, decoded, state)

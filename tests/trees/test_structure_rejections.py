@@ -149,9 +149,7 @@ VALUES = {
     "an object": {"tuple": [object()]},
     "keys that are no strings": {"tuple": [{1: 2}]},
     "tuples nested 100 deep": nested(100, "tuple"),
-    "2000 keys of one hash": {
-        "dict": [[{"tuple": [i]}, 0] for i in range(2000)],
-    },
+    "2000 keys of one hash": {"dict": [[{"tuple": [i]}, 0] for i in range(2000)]},
 }
 
 

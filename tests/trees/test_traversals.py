@@ -22,13 +22,7 @@ from storesvc_client.trees.traversals import (
 )
 from tests.support.golden_traversals import RECORDED, Case, cases, outcome
 
-PATH = (
-    DictKey("a"),
-    DictKey(3),
-    SequenceKey(1),
-    GetAttrKey("x"),
-    FlattenedIndexKey(7),
-)
+PATH = (DictKey("a"), DictKey(3), SequenceKey(1), GetAttrKey("x"), FlattenedIndexKey(7))
 
 FIRST_KEY_OF_42 = [1832780943, 270669613]
 SECOND_KEY_OF_42 = [3187376881, 129218101]

@@ -255,10 +255,7 @@ def _pack_segments(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
 
 
 def _goal(
-    grid: Grid,
-    within: int,
-    holders: Sequence[tuple[int, int]],
-    groups: Sequence[Group],
+    grid: Grid, within: int, holders: Sequence[tuple[int, int]], groups: Sequence[Group]
 ) -> Goal:
     region = grid.region(within)
     copies = []

@@ -167,11 +167,7 @@ class FilledSlab:
             yield ordinal, size + CHECKSUM_BYTES, parts
 
     def _parts(
-        self,
-        ordinal: int,
-        runs: "Sequence[Bytes]",
-        sums: SumsInProgress,
-        meter: Meter,
+        self, ordinal: int, runs: "Sequence[Bytes]", sums: SumsInProgress, meter: Meter
     ) -> Iterator[memoryview]:
         if sums.knows(ordinal):
             yield from (run.data for run in runs)

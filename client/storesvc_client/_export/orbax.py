@@ -437,11 +437,7 @@ def _checked_size(source: Source, name: str, end: int) -> int:
 
 
 def copy_data(
-    source: Source,
-    leaves: Sequence[OrbaxLeaf],
-    target: Target,
-    item: str,
-    meter: Meter,
+    source: Source, leaves: Sequence[OrbaxLeaf], target: Target, item: str, meter: Meter
 ) -> DataFiles:
     """Writes the chunks of the leaves to new data files.
 
@@ -501,11 +497,7 @@ _log = logging.getLogger("storesvc_client")
 
 
 def copy_within_bucket(
-    source: Source,
-    leaves: Sequence[OrbaxLeaf],
-    target: Target,
-    item: str,
-    meter: Meter,
+    source: Source, leaves: Sequence[OrbaxLeaf], target: Target, item: str, meter: Meter
 ) -> DataFiles | None:
     """Copies the data files that hold the leaves; returns None, without a copy left, if
     the bucket does not copy them. Then the caller reads them, which also finds out what
@@ -731,8 +723,7 @@ def _write_step(source: Source, target: Target, step: _Step, meter: Meter) -> Da
     if step.layout == "v1":
         _put(target, "orbax.checkpoint", b"")
     put(
-        "_CHECKPOINT_METADATA",
-        step_metadata(source.info, handlers, commit_time_ns=now),
+        "_CHECKPOINT_METADATA", step_metadata(source.info, handlers, commit_time_ns=now)
     )
     return data
 

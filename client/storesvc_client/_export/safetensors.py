@@ -65,12 +65,7 @@ from storesvc_client._export.elements import (
     read_in_order,
     windows,
 )
-from storesvc_client._export.target import (
-    COPY_BYTES,
-    NewFile,
-    Target,
-    split_file,
-)
+from storesvc_client._export.target import COPY_BYTES, NewFile, Target, split_file
 from storesvc_client._items.values import unpack_document
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.key_patterns import matching_keys
@@ -262,12 +257,7 @@ def _true_settings(source: Source) -> Collection[str]:
 
 
 def _fault(
-    source: Source,
-    row: int,
-    *,
-    cast: str | None,
-    dtypes: Collection[str],
-    target: str,
+    source: Source, row: int, *, cast: str | None, dtypes: Collection[str], target: str
 ) -> str | None:
     """Returns why the format would lose a leaf; None if it holds it."""
     leaf = source.leaf(row)

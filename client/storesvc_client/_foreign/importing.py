@@ -215,12 +215,7 @@ def _import(
     if session.data_root is not None:
         limit = min(limit, STAGING_BYTES)
     result = transfer(
-        session,
-        description,
-        plan,
-        filler,
-        progress=progress,
-        staging=ExtentPool(limit),
+        session, description, plan, filler, progress=progress, staging=ExtentPool(limit)
     )
     return Transfer(
         source=source.url,

@@ -386,11 +386,7 @@ _SCALE_WIDTH: Final = 160.0
 
 
 def draw_heatmap(
-    means: "Means | None",
-    shape: Sequence[int],
-    *,
-    remark: str = "",
-    width: float = 480,
+    means: "Means | None", shape: Sequence[int], *, remark: str = "", width: float = 480
 ) -> str:
     """Returns the heatmap of a leaf as SVG.
 
@@ -447,11 +443,7 @@ def _draw_means(means: "Means", size: float, strongest: float) -> Iterator[str]:
         places = "".join(found)
         if level is None:
             yield element(
-                "path",
-                d=places,
-                fill="none",
-                stroke="currentColor",
-                stroke_opacity=0.3,
+                "path", d=places, fill="none", stroke="currentColor", stroke_opacity=0.3
             )
         elif level:
             yield element("path", d=places, **_level_style(level))

@@ -29,11 +29,7 @@ from storesvc_client._items.values import (
 )
 from storesvc_client._pytree.leaves import KeyCache
 from storesvc_client._values.models import PathPart
-from storesvc_client.errors import (
-    MismatchError,
-    StructureError,
-    UnsupportedLeafError,
-)
+from storesvc_client.errors import MismatchError, StructureError, UnsupportedLeafError
 
 _LEAVES: Final = (int, float, complex, str, bytes, np.ndarray, np.generic, jax.Array)
 """Types of most leaves; skipped without asking jax for children."""

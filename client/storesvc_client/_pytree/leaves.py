@@ -36,12 +36,7 @@ from jax.tree_util import (
 from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import (
-    Grid,
-    Region,
-    intersection,
-    shape_problem,
-)
+from storesvc.format.grids import Grid, Region, intersection, shape_problem
 from storesvc.format.keys import (
     ENCODED_KINDS,
     InvalidKeyError,

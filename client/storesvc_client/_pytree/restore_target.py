@@ -37,13 +37,7 @@ from storesvc_client._chunks.memory import allocate, collector_paused
 from storesvc_client._items.values import Container, decode_value
 from storesvc_client._job.assignment import Holders
 from storesvc_client._pytree.leaves import list_problems
-from storesvc_client._pytree.matching import (
-    LIKE,
-    Build,
-    Wanted,
-    match_all,
-    match_like,
-)
+from storesvc_client._pytree.matching import LIKE, Build, Wanted, match_all, match_like
 from storesvc_client._pytree.partition_rules import (
     RECORDED,
     Partitioner,

@@ -463,10 +463,7 @@ def open_connection(
         )
 
     return Connection(
-        dial,
-        target,
-        timeout=timeout,
-        refusal=lambda: refusal(servers, tls),
+        dial, target, timeout=timeout, refusal=lambda: refusal(servers, tls)
     )
 
 

@@ -292,8 +292,7 @@ class ChunkStreams:
         """Sends the items of a window in one stream after another, with retries."""
         # Not the generated stub: its requests are messages, which would copy the data.
         method: _Method = channel.stream_stream(
-            _WRITE_CHUNKS,
-            response_deserializer=api.WriteChunksResponse.FromString,
+            _WRITE_CHUNKS, response_deserializer=api.WriteChunksResponse.FromString
         )
         while window.wait():
             failed: BaseException | None = None

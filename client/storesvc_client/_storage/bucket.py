@@ -128,12 +128,7 @@ class BucketRoot:
         )
 
     def write(
-        self,
-        path: str,
-        data: Sequence[Buffer],
-        *,
-        what: str,
-        check: Callable[[], None],
+        self, path: str, data: Sequence[Buffer], *, what: str, check: Callable[[], None]
     ) -> None:
         """Writes an object whose name no other process writes; returns once durable.
         Calls `check` at intervals, which raises an error to cancel the write.

@@ -110,10 +110,7 @@ class LentCredential:
     """The credential in use for one upload or one run. For one event loop."""
 
     def __init__(
-        self,
-        lend: Callable[[], Lent],
-        *,
-        clock: Callable[[], float] = time.time,
+        self, lend: Callable[[], Lent], *, clock: Callable[[], float] = time.time
     ) -> None:
         """Creates it; nothing is lent yet. `lend` asks the server for another
         credential, and blocks."""

@@ -396,9 +396,7 @@ def _instrument(kind: str, name: str) -> Any:
 
 def _emit(trace: Any, tracer: Any, span: Span, context: Any) -> None:
     emitted = tracer.start_span(
-        span.name,
-        context=context,
-        start_time=_nanoseconds(span.start),
+        span.name, context=context, start_time=_nanoseconds(span.start)
     )
     _end(trace, tracer, emitted, span)
 

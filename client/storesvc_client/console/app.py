@@ -237,11 +237,7 @@ class _Assets(StaticFiles):
 
 
 def create_app(
-    client: Client,
-    *,
-    key: str,
-    store: str,
-    hosts: frozenset[str] = LOOPBACK,
+    client: Client, *, key: str, store: str, hosts: frozenset[str] = LOOPBACK
 ) -> ASGIApp:
     """Returns the console as an ASGI application.
 

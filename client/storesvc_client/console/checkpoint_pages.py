@@ -124,11 +124,7 @@ def level(
     """
     below, above = _below(nodes, prefix)
     return _level(
-        below,
-        prefix,
-        depth=above if depth is None else depth,
-        apart=apart,
-        start=start,
+        below, prefix, depth=above if depth is None else depth, apart=apart, start=start
     )
 
 

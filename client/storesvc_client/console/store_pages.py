@@ -62,10 +62,7 @@ def show_uploads(visit: Visit) -> Page:
         document=found,
         command=command("uploads", *([parent] if parent else [])),
         section="Uploads",
-        values={
-            "rows": rows,
-            "damaged": damaged,
-        },
+        values={"rows": rows, "damaged": damaged},
     )
 
 

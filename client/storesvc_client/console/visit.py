@@ -52,10 +52,7 @@ class EventFeed:
     """The events of a namespace or a run since the feed began."""
 
     def __init__(
-        self,
-        watch: Callable[[], Generator[Event]],
-        parent: str,
-        numbers: Iterator[int],
+        self, watch: Callable[[], Generator[Event]], parent: str, numbers: Iterator[int]
     ) -> None:
         """Begins to watch.
 

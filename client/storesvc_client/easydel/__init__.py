@@ -18,11 +18,7 @@ Example:
 
 from storesvc_client.easydel.trainer import StoreCheckpoints
 from storesvc_client.trees.easydel import restore_state
-from storesvc_client.trees.nnx.saved_models import (
-    restore_model,
-    save_model,
-    save_state,
-)
+from storesvc_client.trees.nnx.saved_models import restore_model, save_model, save_state
 
 __all__ = [
     "StoreCheckpoints",

@@ -216,7 +216,7 @@ NEEDLESS: Final = {
 """Options without an effect, each with the reason."""
 
 _REFUSED_SAVE_OPTIONS: Final = {
-    "prevent_write_metrics": "pass metrics= only to the saves that keep them",
+    "prevent_write_metrics": "pass metrics= only to the saves that keep them"
 }
 """Options whose effect a store does not have, each with what to do."""
 

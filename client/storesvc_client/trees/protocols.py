@@ -302,13 +302,6 @@ class HasLora(Protocol):
 
 @runtime_checkable
 class BaseModuleProtocol(
-    HasGraph,
-    SplitsParams,
-    Shards,
-    Casts,
-    ToState,
-    InitsLazily,
-    Pretrained,
-    Protocol,
+    HasGraph, SplitsParams, Shards, Casts, ToState, InitsLazily, Pretrained, Protocol
 ):
     """A module with all of the protocols above, except for adapters."""

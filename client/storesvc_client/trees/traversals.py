@@ -299,9 +299,7 @@ def validate_state(
 
 
 def differentiate_state(
-    state: Mapping[Any, Any],
-    init_state: Mapping[Any, Any],
-    validate: bool = True,
+    state: Mapping[Any, Any], init_state: Mapping[Any, Any], validate: bool = True
 ) -> dict[Any, Any]:
     """Returns the Variables of ``init_state`` that ``state`` lacks.
 
@@ -506,9 +504,7 @@ def _with_values(
 
 
 def _second_values(
-    params: Mapping[GraphPath, Any],
-    given: Given,
-    shared: Sequence[Sequence[GraphPath]],
+    params: Mapping[GraphPath, Any], given: Given, shared: Sequence[Sequence[GraphPath]]
 ) -> list[str]:
     """Returns the mismatches of values given by a second path of a parameter."""
     if not shared:
@@ -741,9 +737,7 @@ def join_names(paths: Iterable[tuple[str, ...]], sep: str) -> list[str]:
 
 
 def flatten_tree(
-    xs: Any,
-    is_leaf: Callable[[Any], bool] | None = None,
-    sep: str | None = None,
+    xs: Any, is_leaf: Callable[[Any], bool] | None = None, sep: str | None = None
 ) -> dict[Any, Any]:
     """Returns the leaves of a JAX tree by name.
 

@@ -305,9 +305,7 @@ def is_module(model: Any) -> bool:
     return _is_graph(model) or _has_parts(model)
 
 
-def split_module(
-    model: "HasGraph | nnx.Pytree | dict[str, Any] | list[Any]",
-) -> Parts:
+def split_module(model: "HasGraph | nnx.Pytree | dict[str, Any] | list[Any]") -> Parts:
     """Returns a model's structure, its parameters, and its other Variables.
 
     An object that has these parts returns its own: an EasyDeL model, whose parameters

@@ -560,11 +560,7 @@ def read_recipe(name: str, document: bytes, on_mismatch: OnMismatch) -> Recipe |
 
 
 def compare_models(
-    name: str,
-    recipe: Recipe | None,
-    target: Recipe,
-    *,
-    on_mismatch: OnMismatch,
+    name: str, recipe: Recipe | None, target: Recipe, *, on_mismatch: OnMismatch
 ) -> None:
     """Rejects a model or an optimizer that differs from the saved one.
 

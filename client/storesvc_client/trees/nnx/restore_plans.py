@@ -87,10 +87,7 @@ from storesvc_client.trees.nnx.recipes import (
     takes_config,
 )
 from storesvc_client.trees.nnx.variable_sources import Sources, with_saved_dtypes
-from storesvc_client.trees.structure import (
-    ABSENT,
-    decode_graphdef,
-)
+from storesvc_client.trees.structure import ABSENT, decode_graphdef
 
 
 class Stored(Protocol):

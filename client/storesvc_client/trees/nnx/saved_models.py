@@ -711,9 +711,7 @@ def planner(
     options = Options(opt_state="skip" if optimizer is None else "restore")
     request = request or _make_request(run, model, optimizer, options)
 
-    def plan(
-        reader: TreeReader,
-    ) -> "tuple[RestoreRequest, Callable[[Any], None]]":
+    def plan(reader: TreeReader) -> "tuple[RestoreRequest, Callable[[Any], None]]":
         others = [] if optimizer is None else [optimizer]
         if is_pytree(reader):
             states = map(nnx.state, others)

@@ -18,11 +18,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
-from urllib.parse import unquote, urlsplit
 
 import click
 
+from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import STORE
+from storesvc.storage.location import storage_at
 from storesvc_client._chunks.memory import collector_paused
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.paths import (
@@ -95,9 +96,6 @@ DEFAULT_TARGET: Final = "127.0.0.1:7070"
 
 VERBOSE: Final = "storesvc_client.verbose"
 """Key of ``Context.meta``: whether ``--verbose`` is given."""
-
-_BUCKETS: Final = ("gs", "s3")
-"""Schemes of roots in buckets."""
 
 _LIBRARIES: Final = {
     # NumPy would start a thread for each core, for linear algebra, which no command
@@ -306,9 +304,12 @@ class Connection:
 
     def _check_root(self) -> None:
         """Rejects a root without a store, which opening it would create."""
-        url = urlsplit(self.target)
-        if url.scheme == "file" and not (url.netloc or url.query or url.fragment):
-            root = str(Path(unquote(url.path)))
+        try:
+            storage = storage_at(self.target)
+        except InvalidFieldError:  # an address, or a root that is rejected later
+            return
+        if storage.is_files:
+            root = str(Path(storage.spec["path"]))
             try:
                 is_store = (Path(root) / STORE).exists()
             except OSError as e:
@@ -316,10 +317,10 @@ class Connection:
                     f"{root}: expected the root of a store, got an error of the "
                     f"system: {e.strerror}; check the path and its permissions"
                 ) from e
-        elif url.scheme in _BUCKETS:
+        elif storage.is_remote:
             from storesvc_client._rpc.connection import holds_store
 
-            root = self.target.partition("?")[0]
+            root = storage.name
             is_store = holds_store(self.target, timeout=self.timeout)
         else:
             return

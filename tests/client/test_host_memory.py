@@ -168,10 +168,10 @@ def test_blocks_that_stay_free_are_unmapped() -> None:
     assert WHOLE == free_bytes(pool)
 
     now = 9.0
-    pool.tidy(None)
+    pool.tidy()
     assert WHOLE == free_bytes(pool)
     now = 10.0
-    pool.tidy(None)
+    pool.tidy()
     assert 0 == free_bytes(pool)
 
 

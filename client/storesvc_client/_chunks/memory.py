@@ -366,10 +366,13 @@ class BlockPool:
         """Ascending by ``since``."""
         self._free_bytes = 0
         # The collector may end an array in any thread, even in one that has the lock.
-        # SimpleQueue.put may be called there, and is all that is.
-        self._returned: queue.SimpleQueue[mmap.mmap | None] = queue.SimpleQueue()
+        # SimpleQueue.put may be called there, and is all that is. The keeper has a
+        # queue of its own: a block that it took, but had not admitted yet, would be
+        # missing for the next caller.
+        self._returned: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._has_keeper = False
-        end = weakref.finalize(self, self._returned.put, None)
+        end = weakref.finalize(self, self._wakes.put, None)
         end.atexit = False  # the keeper is a daemon
 
     @property
@@ -393,7 +396,8 @@ class BlockPool:
         import numpy as np
 
         array = np.frombuffer(mapping, np.uint8)
-        give_back = weakref.finalize(array, self._returned.put, mapping)
+        queues = (self._returned, self._wakes)  # not self, which may end before
+        give_back = weakref.finalize(array, _return_block, *queues, mapping)
         give_back.atexit = False
         return _align_buffer(array, HUGE_PAGE_BYTES, size_bytes)
 
@@ -411,7 +415,7 @@ class BlockPool:
         with self._lock:
             if not self._has_keeper:
                 self._has_keeper = True
-                _start_keeper(weakref.ref(self), self._returned, self._kept_seconds)
+                _start_keeper(weakref.ref(self), self._wakes, self._kept_seconds)
             self._admit_returned()
             fitting = [b for b in self._free if size_bytes <= b.size_bytes <= most]
             if not fitting:
@@ -422,11 +426,9 @@ class BlockPool:
             self._free_bytes -= block.size_bytes
             return block.mapping
 
-    def tidy(self, returned: mmap.mmap | None) -> None:
-        """Admits a returned block, if any, and unmaps what was free for too long."""
+    def tidy(self) -> None:
+        """Admits returned blocks, and unmaps what was free for too long."""
         with self._lock:
-            if returned is not None:
-                self._admit(returned)
             self._admit_returned()
             oldest = self._clock() - self._kept_seconds
             while self._free and self._free[0].since <= oldest:
@@ -434,8 +436,8 @@ class BlockPool:
 
     def _admit_returned(self) -> None:
         with suppress(queue.Empty):
-            while (mapping := self._returned.get_nowait()) is not None:
-                self._admit(mapping)
+            while True:
+                self._admit(self._returned.get_nowait())
 
     def _admit(self, mapping: mmap.mmap) -> None:
         """Makes a block free, or drops it if the limit is reached."""
@@ -449,24 +451,30 @@ class BlockPool:
         self._free_bytes += size_bytes
 
 
+def _return_block(
+    returned: "queue.SimpleQueue[mmap.mmap]",
+    wakes: "queue.SimpleQueue[None]",
+    mapping: mmap.mmap,
+) -> None:
+    returned.put(mapping)
+    wakes.put(None)
+
+
 def _start_keeper(
-    pool: "weakref.ref[BlockPool]",
-    returned: "queue.SimpleQueue[mmap.mmap | None]",
-    seconds: float,
+    pool: "weakref.ref[BlockPool]", wakes: "queue.SimpleQueue[None]", seconds: float
 ) -> None:
     """Starts the thread that admits returned blocks at once, and looks for those to
     unmap at an interval; it ends with the pool."""
 
     def keep() -> None:
         while True:
-            mapping = None
             with suppress(queue.Empty):
-                mapping = returned.get(timeout=seconds)
+                wakes.get(timeout=seconds)
             found = pool()
             if found is None:
                 return
-            found.tidy(mapping)
-            del found, mapping  # the wait must not keep them
+            found.tidy()
+            del found  # the wait must not keep it
 
     threading.Thread(target=keep, name="storesvc-memory", daemon=True).start()
 

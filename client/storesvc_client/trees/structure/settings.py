@@ -356,7 +356,8 @@ def _is_settings(value: Any) -> bool:
         return True
     has_attributes = hasattr(value, "__dict__") or bool(list_slots(cls))
     is_made_by_init = vars(object)["__new__"] is cls.__new__
-    return is_made_by_init and not callable(value) and has_attributes
+    is_resource = hasattr(cls, "__del__")  # such as a file
+    return is_made_by_init and not (is_resource or callable(value)) and has_attributes
 
 
 _NO_SETTINGS: Final = (

@@ -22,7 +22,12 @@ Example::
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+)
 from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
@@ -239,7 +244,7 @@ class StreamTimeout:
     def __init__(self) -> None:
         self._limit: asyncio.Timeout | None = None
 
-    async def limit(self, stream: AsyncIterator[S]) -> AsyncIterator[S]:
+    async def limit(self, stream: AsyncIterator[S]) -> AsyncGenerator[S, None]:
         """Yields the messages of a stream.
 
         Raises:
@@ -298,10 +303,11 @@ async def first(stream: AsyncIterator[T], part: str) -> T:
 
 async def following(stream: AsyncIterator[T], *parts: str) -> AsyncIterator[T]:
     """Yields the messages of a stream; each must have one of the parts."""
-    async for message in StreamTimeout().limit(stream):
-        check_part(message, *parts)
-        check_counts(message)
-        yield message
+    async with aclosing(StreamTimeout().limit(stream)) as messages:
+        async for message in messages:
+            check_part(message, *parts)
+            check_counts(message)
+            yield message
 
 
 def check_part(message: _Parted, *parts: str) -> None:

@@ -424,7 +424,7 @@ class UploadService:
             storing=timeout.renew,
             peer=share_key(context),
         )
-        async with aclosing(written):
+        async with aclosing(arriving), aclosing(written):
             async for count in written:
                 yield upload_api.WriteChunksResponse(durable_count=count)
         _log.info("WriteChunks %s@%d: %s", upload.name.run, upload.record.step, watch)

@@ -168,11 +168,11 @@ assert child.exitcode == 0
 """Scripts whose saves are all there after their end."""
 
 
-def _first_rows_of_readme() -> str:
-    """Returns the replacements of the first two rows of README's table for Orbax."""
-    rows = Path(__file__).parents[2].joinpath("README.md").read_text()
-    table = rows.partition("## Coming from Orbax")[2].splitlines()
-    code = [row.split("| `")[2].partition("`")[0] for row in table[4:6]]
+def _first_rows_for_orbax() -> str:
+    """Returns the replacements of the first two rows of the table for Orbax."""
+    rows = Path(__file__).parents[2].joinpath("docs/coming-from-orbax.md").read_text()
+    table = rows.partition("|---|---|\n")[2].splitlines()
+    code = [row.split("| `")[2].partition("`")[0] for row in table[:2]]
     return "\n".join(code)
 
 
@@ -275,8 +275,8 @@ store.connect(url).run("a/b").save(1, {"x": x})
     assert [1] == _steps(url)
 
 
-def test_the_first_rows_of_the_readme_for_users_of_orbax_are_a_script(url: str) -> None:
-    code = _first_rows_of_readme().replace("file:///ckpts", url)
+def test_the_first_rows_for_users_of_orbax_are_a_script(url: str) -> None:
+    code = _first_rows_for_orbax().replace("file:///ckpts", url)
     assert code.startswith("run = store.connect(")
     assert (0, "", "") == _end(f"step = 7\n{code}", url)
     assert [7] == _steps(url, "prod/llama-8b")

@@ -4,7 +4,8 @@ A line counts if the same job without checkpoints, in
 ``deploy/examples/without_checkpoints/``, does not have it. Blank lines, comments,
 docstrings and indentation do not count; the formatter breaks the lines of both.
 
-``python -m tests.loop.checkpoint_lines`` prints the table of README.md.
+``python -m tests.loop.checkpoint_lines`` prints the table, which
+docs/coming-from-orbax.md has.
 """
 
 import ast
@@ -63,9 +64,9 @@ def code_lines(source: str) -> list[str]:
 
 
 def table() -> str:
-    """Returns the table of README.md."""
+    """Returns the table of docs/coming-from-orbax.md."""
     rows = [
-        f"| [`{name}`](deploy/examples/{name}) | {_KINDS[name]} "
+        f"| [`{name}`](../deploy/examples/{name}) | {_KINDS[name]} "
         f"| {len(checkpoint_lines(name))} |"
         for name in SCRIPTS
     ]

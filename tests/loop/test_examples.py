@@ -21,7 +21,7 @@ from tests.loop.checkpoint_lines import EXAMPLES, PLAIN
 from tests.support.examples import soaked
 from tests.support.programs import SECONDS, await_condition, started_python
 
-README = EXAMPLES.parents[1] / "README.md"
+COMING_FROM_ORBAX = EXAMPLES.parents[1] / "docs" / "coming-from-orbax.md"
 ENDLESS = str(10**6)
 
 
@@ -250,8 +250,8 @@ def test_the_checkpoints_of_an_example_take_at_most_twelve_lines() -> None:
     assert {} == {name: count for name, count in counts.items() if count > 12}
 
 
-def test_the_readme_has_the_numbers_of_lines() -> None:
-    assert checkpoint_lines.table() in README.read_text()
+def test_the_page_about_orbax_has_the_numbers_of_lines() -> None:
+    assert checkpoint_lines.table() in COMING_FROM_ORBAX.read_text()
 
 
 def test_only_code_counts_as_a_line() -> None:

@@ -20,7 +20,7 @@ from tests.site.griffe_extensions import fenced
 from tests.site.hook import GUIDES, LATER
 from tests.site.html_pages import loaded_from_elsewhere, with_breaks
 from tests.site.proto_files import ProtoFile, read_contract
-from tests.site.repository_links import rewritten, section
+from tests.site.repository_links import rewritten
 from tests.site.storectl_page import storectl_page
 
 ROOT = Path(__file__).parents[2]
@@ -286,7 +286,7 @@ def test_the_reference_of_storectl_has_every_command_and_option() -> None:
     [
         ("[a](saving.md#items)", "[a](saving.md#items)"),
         ("[a](../README.md)", "[a](index.md)"),
-        ("[a](../README.md#how-it-compares)", "[a](benchmarks.md#how-it-compares)"),
+        ("[a](../README.md#why)", "[a](index.md#why)"),
         ("[`x.py`](../deploy/examples/x.py)", "[`x.py`](examples/x.md)"),
         ("[a](../tests/x.py) and [b](#c)", "a and [b](#c)"),
         ("[a](https://host/x)", "[a](https://host/x)"),
@@ -300,7 +300,6 @@ def test_links_of_a_checkout_become_links_of_the_site(
 ) -> None:
     pages = {
         "README.md": "index.md",
-        "README.md#how-it-compares": "benchmarks.md",
         "docs/saving.md": "saving.md",
         "docs/life.svg": "life.svg",
         "deploy/examples/x.py": "examples/x.md",
@@ -341,14 +340,6 @@ def test_long_names_in_tables_break_behind_separators() -> None:
     assert (
         "<td><code>storesvc_<wbr>commit_<wbr>failures_<wbr>total</code> x</td>"
     ) == with_breaks(cell)
-
-
-def test_a_section_becomes_a_page() -> None:
-    text = "# T\n\n## A\n\none\n\n### B\n\n## C\n\ntwo\n"
-
-    assert "# A\n\none\n\n### B\n\n" == section(text, "A")
-    with pytest.raises(ValueError, match="'D'"):
-        section(text, "D")
 
 
 def test_each_document_has_a_page_in_the_navigation() -> None:

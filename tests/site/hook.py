@@ -18,7 +18,7 @@ from tests.site.contract_pages import FOLDER, contract_pages
 from tests.site.error_page import completed, reasons_of
 from tests.site.html_pages import loaded_from_elsewhere, with_breaks
 from tests.site.proto_files import ProtoFile, read_contract
-from tests.site.repository_links import rewritten, section
+from tests.site.repository_links import rewritten
 from tests.site.storectl_page import storectl_page
 
 ROOT: Final = Path(__file__).parents[2]
@@ -42,12 +42,6 @@ DOCUMENTS: Final[Mapping[str, str]] = {
     "benchmarks/RESULTS.md": "benchmarks.md",
 }
 """Documents outside of ``docs/``, and their pages."""
-
-README_SECTIONS: Final[Mapping[str, tuple[str, str]]] = {
-    "README.md#coming-from-orbax": ("Coming from Orbax", "coming-from-orbax.md"),
-    "README.md#how-it-compares": ("How it compares", "comparison.md"),
-}
-"""Sections of README.md that are pages: title and page of each link."""
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -106,11 +100,6 @@ def _generated(contract: list[ProtoFile]) -> dict[str, str]:
     pages["reference/storectl.md"] = storectl_page()
     pages |= _examples()
     known = _known_pages()
-    readme = (ROOT / "README.md").read_text()
-    for title, page in README_SECTIONS.values():
-        pages[page] = rewritten(
-            section(readme, title), source="README.md", page=page, pages=known
-        )
     for document, page in DOCUMENTS.items():
         text = (ROOT / document).read_text()
         pages[page] = rewritten(text, source=document, page=page, pages=known)
@@ -139,7 +128,6 @@ def _known_pages() -> dict[str, str]:
     """Returns the page of each place of the repository, as far as names show it."""
     known = {f"docs/{path.name}": path.name for path in (ROOT / "docs").iterdir()}
     known |= DOCUMENTS
-    known |= {link: page for link, (_, page) in README_SECTIONS.items()}
     known["README.md"] = "index.md"
     known["deploy/examples"] = "examples/index.md"
     known["proto/storesvc/v1"] = f"{FOLDER}/index.md"

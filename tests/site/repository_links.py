@@ -23,8 +23,7 @@ def rewritten(
         markdown: The text of the document.
         source: Path of the document in the repository.
         page: Path of its page in the site.
-        pages: Path of the page, or file, of each place of the repository that has one,
-            also of a heading in it, as ``README.md#how-it-compares``.
+        pages: Path of the page, or file, of each place of the repository that has one.
     """
 
     def target_of(found: re.Match[str]) -> str:
@@ -33,8 +32,7 @@ def rewritten(
             return found[0]
         path, hash_sign, heading = target.partition("#")
         place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-        whole = pages.get(f"{place}#{heading}")
-        at = whole or pages.get(place)
+        at = pages.get(place)
         if at is None:
             return text
         anchor = hash_sign + heading
@@ -47,17 +45,3 @@ def rewritten(
 
 def _relative(target: str, page: str) -> str:
     return posixpath.relpath(target, posixpath.dirname(page) or ".")
-
-
-def section(markdown: str, title: str) -> str:
-    """Returns the section of a title, which becomes that of a page.
-
-    Raises:
-        ValueError: There is no such section.
-    """
-    found = re.search(
-        rf"^## {re.escape(title)}$(.*?)(?=^## |\Z)", markdown, re.MULTILINE | re.DOTALL
-    )
-    if found is None:
-        raise ValueError(f"expected a section {title!r}, got none")
-    return f"# {title}{found[1]}"

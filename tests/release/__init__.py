@@ -1,0 +1,1 @@
+"""Tools of a release: its artefacts, and the environments that it supports."""

@@ -29,6 +29,7 @@ NAMES: Final = (
     "lost_writers",
     "lost_replies",
     "cancels",
+    "chaos",
     "unconditional_storages",
     "clock_jumps",
     "identity_clocks",

@@ -60,7 +60,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
 from storesvc.storage.bucket import Bucket, Generation
-from storesvc.storage.requests import AT_ONCE, each
+from storesvc.storage.requests import AT_ONCE, gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 P = ParamSpec("P")
@@ -83,7 +83,7 @@ async def rows(
     count = limit  # usually each name is a row
     while names and len(found) < limit:
         batch, names = names[:count], names[count:]
-        looks = await each(lambda name: or_damage(look, name), batch)
+        looks = await gather_each(lambda name: or_damage(look, name), batch)
         seen = zip(batch, looks, strict=True)
         found += [(name, one) for name, one in seen if one is not None]
         count = max(limit - len(found), AT_ONCE)
@@ -243,7 +243,9 @@ class SlotReader:
         count = limit
         while steps and len(found) < limit:
             batch, steps = steps[:count], steps[count:]
-            slots = await each(lambda step: or_damage(self.checked, run, step), batch)
+            slots = await gather_each(
+                lambda step: or_damage(self.checked, run, step), batch
+            )
             for step, slot in zip(batch, slots, strict=True):
                 if len(found) == limit:
                     break
@@ -260,7 +262,7 @@ class SlotReader:
         self, run: RunName, skipped: Mapping[int, Generation | None]
     ) -> bool:
         """Returns whether slots still have their generations."""
-        slots = await each(lambda step: or_damage(self.slot, run, step), skipped)
+        slots = await gather_each(lambda step: or_damage(self.slot, run, step), skipped)
         for before, slot in zip(skipped.values(), slots, strict=True):
             if isinstance(slot, CorruptDataError) or (slot and slot[1]) != before:
                 return False
@@ -338,7 +340,7 @@ async def checkpoint_not_found(
     found: list[int] = []
     while rest and len(found) < _NEAREST:
         batch, rest = rest[:_NEAREST], rest[_NEAREST:]
-        slots = await each(lambda step: or_damage(committed, step), batch)
+        slots = await gather_each(lambda step: or_damage(committed, step), batch)
         found += [s.step for s in slots if isinstance(s, pb.CheckpointRecord)]
     near = sorted(found[:_NEAREST])
     return CheckpointNotFoundError(

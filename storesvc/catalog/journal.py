@@ -31,7 +31,7 @@ from storesvc.errors import (
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
-from storesvc.storage.requests import beside
+from storesvc.storage.requests import background_task
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 LEAST_AGE: Final = PATIENCE + timedelta(hours=1)
@@ -93,7 +93,7 @@ class Journal:
             # 1. Take the next number with a conditional write; read the last one that
             #    is known in the meantime.
             known = self._known.get(namespace, 0)
-            async with beside(self._create_time(namespace, known)) as looking:
+            async with background_task(self._create_time(namespace, known)) as looking:
                 number = await self._create(namespace, announcement)
                 # 2. It continues the journal if it follows a number that was there and
                 #    is young even now: no collector has trimmed it before the write,

@@ -55,7 +55,7 @@ from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import RetentionEnforcer
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
-from storesvc.storage.requests import each
+from storesvc.storage.requests import gather_each
 from storesvc.telemetry.events import (
     RetentionApplied,
     RunCollected,
@@ -153,7 +153,7 @@ class GarbageFinder:
         past_retries = self._past_retries(state, known)
         named: set[str] = set()
         tables = mark.tables(state, known, past_grace=past_grace)
-        found = await each(self._reader.file_table, tables)
+        found = await gather_each(self._reader.file_table, tables)
         for (place, must_be), table in zip(tables.items(), found, strict=True):
             if table is not None:
                 named.update(table.file)
@@ -235,7 +235,7 @@ class GarbageFinder:
                 return None
             return RunPaths(run).tag(tag), found[1]
 
-        found = await each(look, await self._catalog.tag_names(run))
+        found = await gather_each(look, await self._catalog.tag_names(run))
         return dict(one for one in found if one is not None)
 
     def _forget(self, state: RunState) -> None:
@@ -294,7 +294,7 @@ class Sweeper:
         ):
             for at in range(0, len(places), _PROGRESS_DELETES):
                 part = places[at : at + _PROGRESS_DELETES]
-                await each(delete, part)
+                await gather_each(delete, part)
                 count += len(part) if places is not prefixes else 0
                 yield count
         # 4. After the records: an upload with a record but no slot counts as begun, so
@@ -323,7 +323,9 @@ class Sweeper:
                 return None
             return state.places.checkpoint(step), found[0].epoch, found[1]
 
-        found = [slot for slot in await each(still_free, steps) if slot is not None]
+        found = [
+            slot for slot in await gather_each(still_free, steps) if slot is not None
+        ]
         if not found:
             return 0
         # The floor first: after a crash in the other order the epochs of the step would
@@ -347,7 +349,7 @@ class Sweeper:
                 return False  # changed, so in use again
             return True
 
-        return sum(await each(delete, records.items()))
+        return sum(await gather_each(delete, records.items()))
 
 
 DEFAULT_GRACE: Final = timedelta(hours=1)

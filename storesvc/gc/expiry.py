@@ -49,7 +49,7 @@ from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import Outcome, RetentionEnforcer
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
-from storesvc.storage.requests import each
+from storesvc.storage.requests import gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 
@@ -91,7 +91,7 @@ class LeaseExpiry:
             return await self._find_expired(run, state, upload)
 
         known = mark.fates(state)
-        found = await each(look, mark.leases(state, known))
+        found = await gather_each(look, mark.leases(state, known))
         return [expired for expired in found if expired is not None]
 
     async def abort(self, run: RunName, expired: ExpiredUpload) -> bool:
@@ -135,7 +135,7 @@ class LeaseExpiry:
 
         listed = [p for p in state.listed if p.startswith(places.holds)]
         holds = {place: id_ for place in listed if (id_ := places.parse_hold(place))}
-        found = await each(look, holds)
+        found = await gather_each(look, holds)
         return dict(one for one in found if one is not None)
 
     async def _find_expired(

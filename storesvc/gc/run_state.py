@@ -30,7 +30,7 @@ from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.gc.mark import RunState, agree, uploads_needing_records
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import each
+from storesvc.storage.requests import gather_each
 from storesvc.telemetry.events import RunContents
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -153,7 +153,7 @@ class RunReader:
     async def _read_slots(
         self, run: RunName, steps: Sequence[int]
     ) -> dict[int, tuple[pb.CheckpointRecord, Generation]]:
-        found = await each(partial(self._catalog.slot, run), steps)
+        found = await gather_each(partial(self._catalog.slot, run), steps)
         return {s: slot for s, slot in zip(steps, found, strict=True) if slot}
 
     async def _describe_state(
@@ -166,7 +166,7 @@ class RunReader:
         _check_slots(places, slots)
         state = RunState(places=places, listed=listed, slots=slots, records={})
         uploads = uploads_needing_records(state)
-        found = await each(
+        found = await gather_each(
             lambda place: read_record(self._bucket, place, pb.UploadRecord),
             map(places.upload, uploads),
         )
@@ -255,7 +255,7 @@ class UsageReader:
             for file, chunk_bytes in (await self._files(run, record)).items():
                 largest[file] = max(chunk_bytes, largest.get(file, 0))
 
-        await each(add, held)
+        await gather_each(add, held)
         committed = sum(slot.state == COMMITTED for slot in held)
         return Usage(
             checkpoints=committed,

@@ -37,7 +37,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.lifecycle.holds import References
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
-from storesvc.storage.requests import each
+from storesvc.storage.requests import gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_PURGE_DELAY: Final = timedelta(days=3)
@@ -231,7 +231,7 @@ class CheckpointLifecycle:
                 return None
 
         # 2. Set PURGING: a reference that is added from now on will see it.
-        marked = [m for m in await each(mark, due) if m is not None]
+        marked = [m for m in await gather_each(mark, due) if m is not None]
         if not marked:
             return []
         # 3. Look for references again: only what is seen after step 2 counts.
@@ -246,7 +246,7 @@ class CheckpointLifecycle:
             return slot if slot.upload not in references else None
 
         # 4. Free the slots without a reference, and set the others back.
-        purged = await each(end_purge, marked)
+        purged = await gather_each(end_purge, marked)
         return [slot for slot in purged if slot is not None]
 
     async def _slot(self, run: RunName, step: int, uid: str = "") -> _Slot:

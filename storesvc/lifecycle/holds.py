@@ -60,7 +60,7 @@ from storesvc.storage.bucket import (
     PreconditionError,
     WriteCondition,
 )
-from storesvc.storage.requests import each
+from storesvc.storage.requests import gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 
@@ -107,7 +107,7 @@ class References:
             return (found[0].upload, tag) if found else None
 
         names = await self._catalog.tag_names(run)
-        found = filter(None, await each(named, names))
+        found = filter(None, await gather_each(named, names))
         return {uid: tag for uid, tag in found if uid}
 
     async def _held(self, run: RunName) -> dict[str, Reference]:
@@ -134,7 +134,7 @@ class References:
 
         listed = await self._bucket.list(places.holds)
         holds = {place: id_ for place in listed if (id_ := places.parse_hold(place))}
-        held_by = dict(filter(None, await each(held, holds)))
+        held_by = dict(filter(None, await gather_each(held, holds)))
         self._observations.forget(places.holds, but=holds)
         return held_by
 
@@ -155,7 +155,7 @@ class References:
             return record.base, Reference(kind="upload", name=upload)
 
         begun = await self._catalog.begun_uploads(run)
-        return dict(filter(None, await each(base, begun)))
+        return dict(filter(None, await gather_each(base, begun)))
 
 
 async def referenced_slot(

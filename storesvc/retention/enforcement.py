@@ -35,7 +35,7 @@ from storesvc.retention.policy import (
     decide,
     list_metrics,
 )
-from storesvc.storage.requests import each
+from storesvc.storage.requests import gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
 
@@ -222,7 +222,7 @@ class RetentionEnforcer:
         if not await self._is_committed(run, newest):
             return {v.step: replace(v, reasons=_CHANGED) for v in doomed}
         # 2. Delete, each on the condition that it is unchanged since it was judged.
-        after = await each(delete, doomed, at_once=8)
+        after = await gather_each(delete, doomed, at_once=8)
         # 3. Read the protections again, and undelete what gained one during step 2. A
         #    tag that was set, or a newest one that was deleted, before this read is
         #    visible here; one that comes later finds the checkpoint deleted.

@@ -49,7 +49,7 @@ from storesvc.rpc.streams import (
 from storesvc.save.leaf_tables import LeafParts, SumParts, unpack_client_sums
 from storesvc.save.receipts import check_report
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
-from storesvc.storage.requests import beside
+from storesvc.storage.requests import background_task
 from storesvc.store import Store
 from storesvc.telemetry.events import Stopwatch
 from storesvc_proto.v1 import report_pb2, tree_pb2
@@ -449,7 +449,7 @@ class UploadService:
         name, writer = UploadName.from_resource(ref.upload), ref.writer
         # The list takes as long as the read of the slot, and needs nothing of it.
         async with (
-            beside(receipts.staged(name, writer)) as staged,
+            background_task(receipts.staged(name, writer)) as staged,
             self._store.uploads.opened(name, ref.epoch) as upload,
         ):
             requests.check_writer("open.writer", writer, upload.record.writer_count)

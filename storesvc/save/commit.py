@@ -49,7 +49,7 @@ from storesvc.save.rules import make_key_space
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bucket import Generation, PreconditionError
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import beside, together
+from storesvc.storage.requests import background_task, run_all
 from storesvc.telemetry.events import Committed, Span, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2
@@ -96,7 +96,7 @@ class Discards:
         places = RunPaths(name.run)
         try:
             await reach(Failpoint.COMMIT_BEFORE_DISCARD)
-            await together(
+            await run_all(
                 self._bucket.delete_below(places.staging_prefix(name.upload)),
                 self._bucket.delete_below(places.upload_parts(name.upload)),
             )
@@ -193,7 +193,7 @@ class Commits:
         #    its slot: then it has owned it since it began, because a slot that was lost
         #    never comes back, so they are the receipts of a live upload.
         async with (
-            beside(self._read_received(name, record)) as received,
+            background_task(self._read_received(name, record)) as received,
             self._early(name, record) as early,
         ):
             slot, seen = await self._uploads.slot(name, record)
@@ -264,7 +264,7 @@ class Commits:
             upload = await self._uploads.presume_open(name, record.epoch)
             return await self._prepare(_Received(upload, kept))
 
-        async with beside(prepare()) as made:
+        async with background_task(prepare()) as made:
             yield _Early(kept, made)
 
     async def _finish_preparation(
@@ -331,7 +331,7 @@ class Commits:
         #    record does, and a bucket takes long for each.
         manifest_place = run.manifest(name.upload, made.manifest_digest)
         table_place = run.file_table(name.upload, made.files_digest)
-        await together(
+        await run_all(
             self._write_key_space(upload, made, node_file, view),
             self._write(Failpoint.COMMIT_BEFORE_MANIFEST, manifest_place, data),
             self._write(Failpoint.COMMIT_BEFORE_FILES, table_place, table),
@@ -349,7 +349,7 @@ class Commits:
         """Writes the nodes and the root of a key space, whose name readers get from
         the record only."""
         root = upload.places.key_space(upload.name.upload, made.attempt) + ROOT
-        await together(
+        await run_all(
             self._write_nodes(upload.places.data_file(node_file), view),
             self._write(Failpoint.COMMIT_BEFORE_KEY_SPACE, root, view.root),
         )

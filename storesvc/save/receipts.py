@@ -66,7 +66,7 @@ from storesvc.save.staging_tables import (
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import AT_ONCE, each
+from storesvc.storage.requests import AT_ONCE, gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2
 
@@ -302,7 +302,7 @@ class Receipts:
         writers: Sequence[int] = range(upload.record.writer_count)
         if len(writers) > _FEW:
             writers = sorted(await self.finished_writers(upload.name))
-        read = zip(writers, await each(receipt, writers), strict=True)
+        read = zip(writers, await gather_each(receipt, writers), strict=True)
         return {writer: stored for writer, stored in read if stored is not None}
 
 
@@ -417,7 +417,7 @@ class UploadStatuses:
         left = [run for run in runs if after is None or run >= after.run]
         while left and len(found) < limit:
             batch, left = left[:AT_ONCE], left[AT_ONCE:]
-            begun = await each(self._catalog.begun_uploads, batch)
+            begun = await gather_each(self._catalog.begun_uploads, batch)
             names = [
                 name
                 for run, ids in zip(batch, begun, strict=True)

@@ -63,7 +63,7 @@ from storesvc.save.staging_tables import NewTable, OwnTables
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.file_bucket import NewObject
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import beside, retrieve_error
+from storesvc.storage.requests import background_task, retrieve_error
 from storesvc.telemetry.events import ChunksMoved, Path, Stopwatch, publish
 from storesvc_proto.v1 import tree_pb2
 
@@ -217,7 +217,9 @@ class Receiver:
             # 2. and 3. at the same time, because an object that exists is durable. If
             #    one is missing, the table is deleted, and the chunks are not
             #    acknowledged; who reads the table in the meantime, checks its objects.
-            async with beside(self._tables.write(self._bucket, new)) as writing:
+            async with background_task(
+                self._tables.write(self._bucket, new)
+            ) as writing:
                 try:
                     await self._check_objects(upload, ends)
                 except InvalidChunkError:

@@ -36,7 +36,7 @@ from storesvc.format.trees import Tree
 from storesvc.save.staging_tables import Table, staged_places, tables_at
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import each
+from storesvc.storage.requests import gather_each
 
 MAX_VERSIONS: Final = 16
 """Maximum versions of one chunk of one writer that can be reused; more are ignored."""
@@ -166,7 +166,7 @@ class Reuse:
                 return False
             return True
 
-        found = await each(is_whole, files, at_once=_FILES_AT_ONCE)
+        found = await gather_each(is_whole, files, at_once=_FILES_AT_ONCE)
         return dict(zip(files, found, strict=True))
 
     async def _predecessor_sources(self, name: UploadName) -> list[Source]:
@@ -185,7 +185,7 @@ class Reuse:
         async def list_stored(writer: int) -> list[Source]:
             return await self._sources_in(opened, by_writer[writer])
 
-        found = await each(list_stored, sorted(by_writer))
+        found = await gather_each(list_stored, sorted(by_writer))
         return [source for sources in found for source in sources]
 
     async def writer_sources(self, upload: OpenUpload, writer: int) -> list[Source]:

@@ -35,7 +35,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import each
+from storesvc.storage.requests import gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 
@@ -156,7 +156,9 @@ async def tables_at(
         found = await read_record(bucket, place, pb.Receipt)
         return None if found is None else unpack_table(place, found[0], chunk_count)
 
-    tables = [t for t in await each(table, places, at_once=_AT_ONCE) if t is not None]
+    tables = [
+        t for t in await gather_each(table, places, at_once=_AT_ONCE) if t is not None
+    ]
     return await offload(sum(len(sums) for sums, _ in tables), merge, tables)
 
 

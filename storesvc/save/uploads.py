@@ -49,7 +49,7 @@ from storesvc.save.leaf_tables import LeafTables
 from storesvc.save.rules import differing_rows, first_difference
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import beside, retrieve_error, together
+from storesvc.storage.requests import background_task, retrieve_error, run_all
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _KEPT_RENEWALS: Final = 10_000
@@ -216,7 +216,7 @@ class Uploads:
         described = self._describe_record(new, tree_digest, values_digest, identity)
         # Resolves the base at the same time: its chunks are claimed only after the
         # upload has reserved its slot, so any time before is early enough.
-        async with beside(described) as describing:
+        async with background_task(described) as describing:
             record = await self._reserve_step(
                 name, new.step, identity, describing, table=table, digests=digests
             )
@@ -237,8 +237,8 @@ class Uploads:
         # 1. Read the slot, which may show that an earlier try of this request has
         #    succeeded, and the run at the same time.
         async with (
-            beside(self._own_record(name, identity)) as looking,
-            beside(self._runs.create(name.run)) as creating,
+            background_task(self._own_record(name, identity)) as looking,
+            background_task(self._runs.create(name.run)) as creating,
         ):
             slot = await self._catalog.slot(name.run, step)
             record, run = await looking, await creating
@@ -257,7 +257,9 @@ class Uploads:
         #    If there is no slot, read the run once more in the meantime: a collection
         #    raises the epoch floor before it deletes a FREE slot. If only an earlier
         #    read counted, an epoch could be used again.
-        async with beside(self._checked_epoch(name.run, slot, epoch)) as checking:
+        async with background_task(
+            self._checked_epoch(name.run, slot, epoch)
+        ) as checking:
             if record is None:
                 described = await describing
                 described.epoch, described.predecessor = epoch, predecessor
@@ -270,7 +272,7 @@ class Uploads:
         if (record.epoch, record.predecessor) != (epoch, predecessor):
             raise slots.lost(name, record, slot and slot[0])
         await reach(Failpoint.BEGIN_BEFORE_TREE)
-        await together(
+        await run_all(
             self._leaf_tables.write(name, record.tree_digest, table),
             self._leaf_tables.write_values(name, digests),
         )
@@ -409,7 +411,7 @@ class Uploads:
 
         The slot is read in the meantime if the upload owned it a short time ago.
         """
-        async with beside(self.open(name, epoch)) as opening:
+        async with background_task(self.open(name, epoch)) as opening:
             try:
                 if self.was_open(name):
                     yield await self.presume_open(name, epoch)

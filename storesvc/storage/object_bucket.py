@@ -36,7 +36,7 @@ from storesvc.storage.remote import (
     endpoint_in_environment,
     find_endpoint,
 )
-from storesvc.storage.requests import HedgedSender, answer, await_future, each
+from storesvc.storage.requests import HedgedSender, answer, await_future, gather_each
 from storesvc.telemetry.events import (
     Operation,
     Span,
@@ -112,7 +112,7 @@ class MemoryBackend:
 
     async def sizes(self, folder: str) -> dict[str, int]:
         paths = await self.list_paths(folder, "")
-        found = await each(self.read, paths)
+        found = await gather_each(self.read, paths)
         held = zip(paths, found, strict=True)
         return {path: len(one.data) for path, one in held if one is not None}
 
@@ -167,7 +167,9 @@ class RemoteBackend(MemoryBackend):
             with translate_errors(self._storage, path):
                 await self.delete(path, None)
 
-        await each(delete, await self.list_paths(prefix, ""), at_once=CONCURRENCY)
+        await gather_each(
+            delete, await self.list_paths(prefix, ""), at_once=CONCURRENCY
+        )
 
     async def list_paths(self, prefix: str, after: str) -> list[str]:
         names = await self._names(prefix, after)

@@ -27,7 +27,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-async def each(
+async def gather_each(
     look: Callable[[S], Awaitable[T]], things: Iterable[S], *, at_once: int = AT_ONCE
 ) -> list[T]:
     """Returns the result of `look` for each item, in the order of the items.
@@ -54,7 +54,9 @@ def retrieve_error(ended: "asyncio.Future[Any]") -> None:
 
 
 @asynccontextmanager
-async def beside(call: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+async def background_task(
+    call: Coroutine[Any, Any, T],
+) -> AsyncIterator[asyncio.Task[T]]:
     """Runs a call while the context lasts; yields its task, whose result the caller
     awaits if it needs it. Cancels the call at the end, and waits until it has ended."""
     task = asyncio.create_task(call)
@@ -66,7 +68,7 @@ async def beside(call: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]
         retrieve_error(task)
 
 
-async def together(*calls: Coroutine[Any, Any, None]) -> None:
+async def run_all(*calls: Coroutine[Any, Any, None]) -> None:
     """Runs calls at the same time. The first error cancels the others, and is raised
     once they have ended."""
     try:

@@ -62,7 +62,7 @@ def test_a_deadline_error_names_the_cause_of_the_retries(
         raise UnavailableError(made[-1])
 
     with pytest.raises(UnavailableError, match="refused"):
-        retry.until(deadline, act)
+        retry.retry_until(deadline, act)
 
     assert "did not answer in time" == made[-1]
 

@@ -25,7 +25,7 @@ from storesvc.format.names import LATEST, CheckpointName, RunName
 from storesvc.storage.bucket import ALWAYS, Generation, Stored, WriteCondition
 from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import beside
+from storesvc.storage.requests import background_task
 from storesvc.store import Store
 from tests.save.uploads_in_process import begin, finish, name_of, send
 from tests.support.contract import sums
@@ -239,7 +239,7 @@ async def test_a_call_beside_another_ends_with_the_context_without_a_warning() -
     async def fails() -> None:
         raise StorageUnavailableError("no answer")
 
-    async with beside(waits()), beside(fails()):
+    async with background_task(waits()), background_task(fails()):
         await asyncio.sleep(0)
 
     assert ["cancelled"] == ended

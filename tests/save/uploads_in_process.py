@@ -9,7 +9,7 @@ from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload, OpenUpload
-from storesvc.storage.requests import beside
+from storesvc.storage.requests import background_task
 from storesvc.store import Store
 from tests.support.contract import frame, received, tree_of
 
@@ -69,7 +69,7 @@ async def finish(
     """Finishes a writer, with the checks of FinishWriter."""
     staged = store.receipts.staged(upload.name, writer)
     async with (
-        beside(staged) as tables,
+        background_task(staged) as tables,
         store.uploads.opened(upload.name, upload.record.epoch) as opened,
     ):
         await store.receipts.finish(opened, writer, receipt, tables)

@@ -634,7 +634,7 @@ def _read_manifest(
         DataLossError: The second read is corrupt, too.
     """
     for is_last in (False, True):
-        message, data = connection.until(
+        message, data = connection.retry_until(
             "ReadManifest",
             deadline,
             lambda: _manifest_bytes(

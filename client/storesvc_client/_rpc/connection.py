@@ -37,7 +37,7 @@ from storesvc_client._rpc.retry import (
     Waits,
     attempts,
     is_transient,
-    until,
+    retry_until,
 )
 from storesvc_client._rpc.tls import (
     ForwardingChannel,
@@ -326,21 +326,21 @@ class Connection:
                 if deadline.left <= 0 or not is_transient(e):
                     raise
                 first_error = e if isinstance(e, UnavailableError) else None
-            return until(
+            return retry_until(
                 deadline,
                 lambda: self._try_once(wait, act, deadline),
                 least_attempts=LEAST_ATTEMPTS - 1,
                 first_error=first_error,
             )
 
-    def until(self, call: str, deadline: Deadline, act: Callable[[], T]) -> T:
+    def retry_until(self, call: str, deadline: Deadline, act: Callable[[], T]) -> T:
         """Retries a function as ``attempts`` does and returns its result.
 
         Raises:
             UnavailableError: See ``retry.until``.
         """
         with self._waiting(call, deadline) as wait:
-            return until(deadline, lambda: self._try_once(wait, act, deadline))
+            return retry_until(deadline, lambda: self._try_once(wait, act, deadline))
 
     def attempts(
         self, call: str, *, deadline: Deadline = NEVER

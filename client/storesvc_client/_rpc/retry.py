@@ -314,7 +314,7 @@ class _Stop:
         )
 
 
-def until(
+def retry_until(
     deadline: Deadline,
     act: Callable[[], T],
     *,

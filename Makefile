@@ -3,7 +3,7 @@
 # `make test-easydel`.
 
 .PHONY: demo demo-multihost test check lint types contract breaking docs \
-        wheel-test deploy-test bench soak test-easydel sweep-easydel test-gcs format proto lock clean
+        wheel-test deploy-test bench soak release audit matrix test-easydel sweep-easydel test-gcs format proto lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -123,6 +123,28 @@ wheel-test: $(INSTALLED)
 	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=4 \
 	  -m "slow and not soak"
 
+# All of a release but the tag and the upload, in build/release/dist: sdist, wheel, their
+# checksums, an SBOM, and the statement of what they were built from.
+RELEASE_VENV := build/release/venv
+$(RELEASE_VENV)/.installed: requirements/release.lock $(INSTALLED)
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	@$(BIN)/uv pip install --quiet --python $(@D)/bin/python --require-hashes -r $<
+	@touch $@
+
+release: $(RELEASE_VENV)/.installed
+	@git diff --quiet HEAD || { echo "make release needs a checkout without changes:" \
+	  "commit them first." >&2; exit 1; }
+	@rm -rf build/release/dist
+	@$(RELEASE_VENV)/bin/python -m tests.release.artefacts build/release/dist
+
+# Looks up the locked dependencies of the images in the database of vulnerabilities.
+audit: $(RELEASE_VENV)/.installed
+	@$(RELEASE_VENV)/bin/python -m tests.release.audit requirements/server.lock requirements/training.lock
+
+# The quick suite in each supported environment: see tests/release/matrix.py.
+matrix: $(INSTALLED)
+	$(BIN)/python -m tests.release.matrix $(ROWS)
+
 # Checks deploy/ without a cluster and without an image registry: its files, their
 # rendering by kubectl, and the install lines of the image, for which pip needs its
 # package index.
@@ -193,12 +215,13 @@ proto: $(INSTALLED)
 	proto/generate.sh proto $(CURDIR)/$(BIN)/python
 
 # Keeps every pin that still fits; delete a lock first to renew all of its pins.
-LOCKS := dev easydel wheel server training
+LOCKS := dev easydel wheel server training release
 LOCK_dev := pyproject.toml --all-extras --group dev
 LOCK_easydel := pyproject.toml --all-extras --group easydel
 # Locks of the images in deploy/: at the versions that the tests run with.
 TESTED_PINS := --constraint requirements/dev.lock
 LOCK_wheel := --group wheel $(TESTED_PINS)
+LOCK_release := --group release
 LOCK_server := pyproject.toml --extra server --extra auth --extra otel --extra gcs --extra s3 $(TESTED_PINS)
 LOCK_training := $(LOCK_server) --extra jax
 lock:

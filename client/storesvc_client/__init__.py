@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from storesvc_client._api.groups import Collected, Hold, Usage
     from storesvc_client._api.loop import Loop
     from storesvc_client._api.run import Run
+    from storesvc_client._doctor.doctor import doctor
+    from storesvc_client._doctor.findings import Diagnosis, Finding
     from storesvc_client._export.exporting import ExportReport
     from storesvc_client._foreign.mount import (
         ForeignCheckpoint,
@@ -108,10 +110,12 @@ __all__ = [
     "ConflictError",
     "Damage",
     "DataLossError",
+    "Diagnosis",
     "Diff",
     "Distributed",
     "Event",
     "ExportReport",
+    "Finding",
     "ForeignCheckpoint",
     "ForeignInfo",
     "ForeignRun",
@@ -178,6 +182,7 @@ __all__ = [
     "Verification",
     "WriterReport",
     "connect",
+    "doctor",
     "format_policy",
     "open_foreign",
     "parse_policy",
@@ -189,6 +194,8 @@ _HOMES: Final = {
     "AuditEntry": "_values.models",
     "Client": "_api.client",
     "connect": "_api.client",
+    "doctor": "_doctor.doctor",
+    **dict.fromkeys(("Diagnosis", "Finding"), "_doctor.findings"),
     **dict.fromkeys(("Collected", "Usage"), "_api.groups"),
     **dict.fromkeys(
         ("ForeignCheckpoint", "ForeignInfo", "ForeignRun", "open_foreign"),

@@ -200,7 +200,7 @@ def pieces_of(answer: Answer, method: str, body_bytes: int) -> list[bytes | memo
         method: Method of the request.
         body_bytes: Bytes of the body to send; the headers announce the whole body.
     """
-    headers = {**answer.headers, "date": formatdate(usegmt=True)}
+    headers = {"date": formatdate(usegmt=True), **answer.headers}
     if answer.status not in _NO_BODY:
         headers["content-length"] = str(len(answer.body))
     head = formatted_head(answer.status, headers)

@@ -79,6 +79,7 @@ NEEDS = {
     r"(?<!--store )gs://": "a bucket",
     r"-s ckpt\.example|-c lab": "another machine",
     r"--rename llama_hf": "a Llama; tests/export/test_renames.py has some",
+    r"^storectl doctor": "places that it writes to; tests/doctor has some",
     r"^storectl import": "checkpoints of another project; docs/migration.md has them",
 }
 """Lines of ``sh`` blocks that are not run, and what they need that a test lacks."""

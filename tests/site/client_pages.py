@@ -30,7 +30,7 @@ CLIENT: Final[Mapping[str, Sequence[str]]] = {
     "Inspection": (
         *("Verification", "Damage", "Diff", "LeafDifference", "ItemDifference"),
         *("Usage", "Collected", "Quota", "Picture", "LeafStatistics"),
-        *("AuditEntries", "AuditEntry"),
+        *("AuditEntries", "AuditEntry", "doctor", "Diagnosis", "Finding"),
     ),
     "Other projects and copies": (
         *("open_foreign", "ForeignRun", "ForeignCheckpoint", "ForeignInfo"),

@@ -92,6 +92,11 @@ def _is_stderr(stream: IO[str]) -> bool:
         return False
 
 
+def is_verbose() -> bool:
+    """Returns whether ``--verbose`` is given."""
+    return bool(click.get_current_context().meta.get(VERBOSE))
+
+
 DEFAULT_TARGET: Final = "127.0.0.1:7070"
 
 VERBOSE: Final = "storesvc_client.verbose"
@@ -211,7 +216,7 @@ class Connection:
         """
         if (resolved := self.resolve()) is not self:
             return resolved.open(create=create)
-        shown = bool(click.get_current_context().meta.get(VERBOSE))
+        shown = is_verbose()
         # Imports allocate many objects, and all of them stay.
         with collector_paused(), _library_defaults(), native_log_hidden(shown=shown):
             from storesvc_client import _session as sessions
@@ -222,7 +227,7 @@ class Connection:
             if not create:
                 self._check_root()
             checked_duration("connect: timeout=", self.timeout, most=MAX_TIMEOUT)
-            connection = self._dial(self._token())
+            connection = self._dial(self.token())
             # A person waits at a terminal: retry for --timeout and no longer.
             connection.patience = self.timeout
             return open_client(
@@ -278,20 +283,25 @@ class Connection:
 
     def _dial(self, token: "Token | None") -> "RpcConnection":
         from storesvc_client._rpc.connection import open_connection
-        from storesvc_client._rpc.tls import is_root
 
-        # Files from the environment are for servers only.
-        unused = self.from_environment if is_root(self.target) else frozenset()
-        files = {"ca": self.ca, "cert": self.cert, "key": self.key}
         return open_connection(
             self.target,
-            **{name: None if name in unused else file for name, file in files.items()},
+            **self.server_files(),
             insecure=self.insecure,
             timeout=self.timeout,
             token=token,
         )
 
-    def _token(self) -> "Token | None":
+    def server_files(self) -> dict[str, Path | None]:
+        """Returns the options of ``connect`` for certificates."""
+        from storesvc_client._rpc.tls import is_root
+
+        # Files from the environment are for servers only.
+        unused = self.from_environment if is_root(self.target) else frozenset()
+        files = {"ca": self.ca, "cert": self.cert, "key": self.key}
+        return {name: None if name in unused else file for name, file in files.items()}
+
+    def token(self) -> "Token | None":
         """Returns the token to connect with; None for a root, which takes none."""
         from storesvc_client._rpc.tls import is_root
         from storesvc_client.cli.logins import login_token

@@ -170,6 +170,7 @@ COMMANDS: Final = {
     "auth": "auth",
     "audit": "audit",
     "ping": "auth",
+    "doctor": "doctor",
     "serve": "serve",
     "console": "serve",
     "demo": "serve",

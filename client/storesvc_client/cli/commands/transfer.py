@@ -1,9 +1,8 @@
 """Copies between stores and other projects: ``storectl cp``, ``export``, ``import``."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -17,6 +16,7 @@ from storesvc_client.cli.arguments import (
     path_argument,
     run_path,
     run_place,
+    size,
     whole_checkpoint,
 )
 from storesvc_client.cli.completion import Part, complete_path
@@ -134,19 +134,6 @@ def _copy_checkpoints(
         copy.retention()
 
 
-_SIZE: Final = re.compile(r"([1-9][0-9]{0,17}) ?([KMGT]?)(i?)B?")
-_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-def _size(text: str) -> int:
-    """Returns a size in bytes: "5GB" is 5 * 1000**3 bytes, "5GiB" 5 * 1024**3."""
-    found = _SIZE.fullmatch(text)
-    if found is None or (found[3] and not found[2]):
-        raise click.BadParameter(f"{text!r}: expected a size, such as 5GB or 512MiB")
-    unit: int = (1024 if found[3] else 1000) ** _POWERS[found[2]]
-    return int(found[1]) * unit
-
-
 @click.command()
 @path_argument("path", whole_checkpoint, metavar="RUN@STEP")
 @click.argument("target", metavar="FORMAT:PLACE")
@@ -172,7 +159,7 @@ def _size(text: str) -> int:
 )
 @click.option(
     "--max-shard",
-    type=_size,
+    type=size,
     metavar="SIZE",
     help="Maximum size of a safetensors file: 5GB by default.",
 )

@@ -1,0 +1,101 @@
+"""``storectl doctor``: checks whether a place can hold a store."""
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import click
+
+from storesvc_client.cli.arguments import duration, json_option, size, store_target
+from storesvc_client.cli.connection import (
+    Connection,
+    is_verbose,
+    native_log_hidden,
+    pass_connection,
+)
+from storesvc_client.cli.output import print_json
+
+if TYPE_CHECKING:
+    from storesvc_client._doctor.findings import Diagnosis, Finding
+
+
+@click.command()
+@click.argument("target", type=store_target, metavar="[TARGET]", required=False)
+@click.option(
+    "--tree",
+    "state_bytes",
+    type=size,
+    metavar="SIZE",
+    help="Size of a checkpoint, such as 140GB: estimate the cost of a month.",
+)
+@click.option(
+    "--every",
+    type=duration,
+    metavar="TIME",
+    default="10m",
+    show_default=True,
+    help="Time between two saves, for the cost.",
+)
+@json_option
+@pass_connection
+def doctor(
+    connection: Connection,
+    *,
+    target: str | None,
+    state_bytes: int | None,
+    every: timedelta,
+    as_json: bool,
+) -> None:
+    """Check whether a place can hold a store.
+
+    TARGET is a root, which need not hold a store yet, or a server; the one of --store
+    by default. It takes up to ten minutes, writes up to 2 GiB, and deletes what it
+    wrote. On a root, that is below probes/; on a server, in a run doctor/....
+
+    The exit code is 0 if a store works there, 1 if it works with warnings, and 2 if no
+    store should be kept there.
+
+    \b
+    Examples:
+      storectl doctor /ckpts
+      storectl doctor gs://bucket/prefix --tree 140GB --every 10m
+      storectl doctor ckpt.example:7070 --ca ca.pem --json
+    """
+    from storesvc_client._doctor.doctor import doctor as examine
+
+    if target is not None:
+        connection = connection.to_store(target)
+    resolved = connection.resolve()
+    with native_log_hidden(shown=is_verbose()):
+        found = examine(
+            resolved.target,
+            **resolved.server_files(),
+            insecure=resolved.insecure,
+            token=resolved.token(),
+            state_bytes=state_bytes,
+            interval=every,
+            on_finding=_ignore if as_json else _show,
+        )
+    if as_json:
+        print_json(found.document())
+    else:
+        _show_end(found)
+    click.get_current_context().exit(found.exit_code)
+
+
+def _ignore(finding: "Finding") -> None:
+    del finding
+
+
+def _show(finding: "Finding") -> None:
+    """Prints a finding as it is made."""
+    click.echo(f"{finding.severity.value:<8}{finding.check:<15} {finding.found}")
+    if finding.meaning:
+        click.echo(f"{'':<24}means: {finding.meaning}")
+        click.echo(f"{'':<24}do:    {finding.action}")
+
+
+def _show_end(found: "Diagnosis") -> None:
+    click.echo()
+    click.echo(f"{found.place}: {found.verdict}")
+    if found.recommended_root is not None:
+        click.echo(f"fastest as: {found.recommended_root}")

@@ -1,0 +1,137 @@
+"""``storectl doctor`` and ``store.doctor`` of directories and servers."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+from click.testing import CliRunner
+
+import storesvc_client as store
+from storesvc_client._doctor.directory import file_system, judge_clock
+from storesvc_client._doctor.doctor import Examination, below, with_concurrency
+from storesvc_client._doctor.findings import PROBLEMS, Effort, Severity
+from storesvc_client._doctor.storage_speed import Level, best_concurrency, tail_share
+from storesvc_client.cli import main
+from tests.support.in_process_server import InProcessServer
+
+LITTLE: Final = Effort(
+    sample_count=150, object_bytes=1 << 16, object_count=8, state_bytes=1 << 20
+)
+PAGE: Final = Path(__file__).parents[2] / "docs" / "doctor.md"
+
+
+def test_a_server_raises_no_alarm_and_keeps_nothing(server: InProcessServer) -> None:
+    found = Examination(lambda _: None, LITTLE).examine_server(
+        server.address, {}, insecure=False
+    )
+
+    assert [] == [f for f in found.findings if f.severity is not Severity.OK]
+    assert {"version", "encryption", "policy", "save", "clock"} <= {
+        f.check for f in found.findings
+    }
+    with store.connect(server.address) as client:
+        assert [] == [*client.runs()]
+        assert [] == [*client.uploads()]
+
+
+def test_a_server_that_is_down_is_a_failure() -> None:
+    found = store.doctor("127.0.0.1:9")
+
+    (finding,) = found.findings
+    assert finding.code == "check.failed"
+    assert "cannot be reached" in finding.found
+    assert found.exit_code == 2
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.slow
+def test_the_command_prints_findings_and_leaves_a_store_as_it_was(
+    tmp_path: Path,
+) -> None:
+    with store.connect(tmp_path) as client:
+        client.run("docs/kept").save(1, {"w": 1.0}).result()
+    before = files(tmp_path)
+
+    text = CliRunner().invoke(main, ["doctor", str(tmp_path)])
+    document = CliRunner().invoke(main, ["doctor", str(tmp_path), "--json"])
+
+    assert re.search("^ok +conditions ", text.stdout, re.MULTILINE)
+    assert "A store works here" in text.stdout
+    shown = json.loads(document.stdout)
+    assert text.exit_code == document.exit_code == shown["exit_code"]
+    assert shown["measured"]["save_mib_per_second"] > 0
+    assert before == files(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_may_not_be_written_is_a_failure(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+
+    assert store.doctor(tmp_path).exit_code == 2
+
+
+def test_a_root_of_an_unknown_kind_is_rejected() -> None:
+    with pytest.raises(store.InvalidRequestError, match=r"^doctor: root 'ftp://a/b'"):
+        store.doctor("ftp://a/b")
+
+
+def test_the_page_has_each_problem() -> None:
+    rows = re.findall(
+        r"^\| `(.+?)` \| (\w+) \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE
+    )
+
+    assert rows == [
+        (code, found.severity.value, found.meaning, found.action)
+        for code, found in PROBLEMS.items()
+    ]
+    assert sorted(PROBLEMS) == [*PROBLEMS]
+
+
+def test_the_file_system_is_that_of_the_deepest_mount() -> None:
+    mounts = "/dev/a / ext4 rw 0 0\ntmpfs /a\\040b tmpfs rw 0 0\nx /a nfs4 rw 0 0\n"
+
+    assert "ext4" == file_system(Path("/c"), mounts)
+    assert "nfs4" == file_system(Path("/a/c"), mounts)
+    assert "tmpfs" == file_system(Path("/a b/c"), mounts)
+
+
+@pytest.mark.parametrize(("skew", "problems"), [(1.5, 0), (-3.0, 1), (400.0, 1)])
+def test_clocks_may_differ_by_two_seconds(skew: float, problems: int) -> None:
+    (finding,) = judge_clock(skew, "the server")
+
+    assert problems == (finding.code == "clock.differs")
+
+
+def test_the_fewest_requests_near_the_best_rate_are_recommended() -> None:
+    rates = {1: 100.0, 4: 380.0, 16: 950.0, 32: 1000.0, 64: 990.0}
+    levels = [
+        Level(concurrency=count, bytes_per_second=rate, retry_count=0)
+        for count, rate in rates.items()
+    ]
+
+    assert 16 == best_concurrency(levels)
+
+
+def test_a_tail_is_reported_unless_this_machine_is_as_slow() -> None:
+    seconds = [0.001] * 98 + [0.2] * 2
+
+    assert 0.02 == tail_share(seconds, noise_seconds=0.001)
+    assert 0.0 == tail_share(seconds, noise_seconds=0.1)
+    assert 0.0 == tail_share([0.001] * 1000 + [0.2], noise_seconds=0.0)
+
+
+def test_a_folder_and_an_option_of_a_root_keep_its_other_options() -> None:
+    root = "gs://b/p?endpoint=http://127.0.0.1:9&concurrency=8"
+
+    assert "gs://b/p/x/y?endpoint=http://127.0.0.1:9&concurrency=8" == below(
+        root, "x/y"
+    )
+    assert with_concurrency(root, 64).endswith(
+        "?endpoint=http://127.0.0.1:9&concurrency=64"
+    )

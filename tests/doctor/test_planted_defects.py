@@ -1,0 +1,233 @@
+"""Each defect of a storage is named; places without one raise no alarm."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from storesvc.storage.location import storage_at
+from storesvc_client._doctor.doctor import Examination
+from storesvc_client._doctor.findings import Diagnosis, Effort, Finding, Severity
+from tests.doctor.planted import (
+    Cache,
+    Clock,
+    FoldedNames,
+    PlantedGcs,
+    Settings,
+    ShiftedRanges,
+)
+from tests.fake_gcs.faults import ALWAYS, Corrupt, Delay, Status, Truncate
+from tests.fake_s3 import FakeS3
+from tests.support.other_emulators import CONDITIONS
+
+LITTLE: Final = Effort(
+    sample_count=150, object_bytes=1 << 16, object_count=8, state_bytes=1 << 20
+)
+
+Planted = AbstractContextManager[str]
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "any")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+
+
+def examine(root: str) -> Diagnosis:
+    return Examination(lambda _: None, LITTLE).examine_root(
+        root, storage_at(root), None
+    )
+
+
+@contextmanager
+def planted(
+    *faults: tuple[str, Any], times: int = ALWAYS, **options: Any
+) -> Iterator[str]:
+    with PlantedGcs(**options) as gcs:
+        for pattern, fault in faults:
+            gcs.fault(pattern, fault, times=times)
+        yield gcs.root
+
+
+@contextmanager
+def slow_tail() -> Iterator[str]:
+    with PlantedGcs() as gcs:
+        for number in range(3):
+            gcs.fault("GET .*/small", Delay(0.6), after=40 * number + 5)
+        yield gcs.root
+
+
+def settings(**properties: Any) -> Planted:
+    return planted(wrap=partial(Settings, properties=properties))
+
+
+def deletion(**condition: Any) -> dict[str, Any]:
+    rule = {"action": {"type": "Delete"}, "condition": {"age": 30, **condition}}
+    return {"rule": [rule]}
+
+
+DEFECTS: Final[dict[str, tuple[Callable[[], Planted], str, str]]] = {
+    **{
+        f"the condition on {what} is ignored": (
+            partial(planted, ignored=[pattern]),
+            "conditions.ignored",
+            f"ignores the condition on the {what}",
+        )
+        for what, pattern in CONDITIONS.items()
+    },
+    "lists are cached": (
+        lambda: planted(wrap=partial(Cache, pattern="GET .*/o[?].*prefix.*list/")),
+        "lists.incomplete",
+        "without 24 of them",
+    ),
+    "reads are cached": (
+        lambda: planted(wrap=partial(Cache, pattern="GET .*overwritten")),
+        "reads.stale",
+        "got an older version 4 times of 5",
+    ),
+    "ranges are shifted": (
+        lambda: planted(wrap=ShiftedRanges),
+        "ranges.wrong",
+        "got other bytes",
+    ),
+    "bits are flipped": (
+        lambda: planted(("GET .*ranged", Corrupt())),
+        "ranges.wrong",
+        "got other bytes",
+    ),
+    "responses are truncated": (
+        lambda: planted(("GET .*ranged", Truncate(100))),
+        "ranges.wrong",
+        "as written, got",
+    ),
+    "names are folded": (
+        lambda: planted(wrap=FoldedNames),
+        "names.folded",
+        "'names/Case'",
+    ),
+    "requests are throttled": (
+        lambda: planted((r"GET .*rate/", Status(429)), times=6),
+        "rate.throttled",
+        "repeat",
+    ),
+    "2 % of reads are slow": (slow_tail, "latency.tail", "2.0 % of"),
+    "deletions are denied": (
+        lambda: planted(("DELETE .*permissions", Status(403))),
+        "permissions.delete",
+        "expected this identity to delete",
+    ),
+    "lists are denied": (
+        lambda: planted(("GET .*/o[?].*doctor", Status(403))),
+        "permissions.list",
+        "expected this identity to list",
+    ),
+    "old versions are kept": (
+        lambda: settings(versioning={"enabled": True}),
+        "versioning.on",
+        "keeps each overwritten",
+    ),
+    "deleted objects stay": (
+        lambda: settings(softDeletePolicy={"retentionDurationSeconds": "604800"}),
+        "soft-delete.on",
+        "for 7 days",
+    ),
+    "a lifecycle rule deletes objects": (
+        lambda: settings(lifecycle=deletion()),
+        "lifecycle.deletes",
+        "deletes objects below '/'",
+    ),
+    "a retention policy locks objects": (
+        lambda: settings(retentionPolicy={"retentionPeriod": "86400"}),
+        "retention-lock.on",
+        "for 1 day",
+    ),
+    "the requester pays": (
+        lambda: settings(billing={"requesterPays": True}),
+        "requester-pays.on",
+        "must name a project",
+    ),
+    "objects are archived": (
+        lambda: settings(storageClass="COLDLINE"),
+        "storage-class.cold",
+        "COLDLINE",
+    ),
+    "the clock is wrong": (
+        lambda: planted(wrap=partial(Clock, skew=timedelta(minutes=-5))),
+        "clock.differs",
+        "behind",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_named(name: str) -> None:
+    plant, code, words = DEFECTS[name]
+
+    with plant() as root:
+        found = examine(root)
+
+    (named,) = (f for f in found.findings if f.code == code)
+    assert words in named.found
+    assert named.meaning
+    assert named.action
+    assert found.exit_code == (2 if named.severity is Severity.FAILURE else 1)
+
+
+def problems(found: Diagnosis) -> list[Finding]:
+    return [f for f in found.findings if f.severity is not Severity.OK]
+
+
+@contextmanager
+def clean_gcs() -> Iterator[str]:
+    with PlantedGcs(wrap=partial(Clock, skew=timedelta())) as gcs:
+        yield gcs.root
+
+
+@contextmanager
+def clean_s3() -> Iterator[str]:
+    with FakeS3(buckets=["b-1"]) as s3:
+        yield f"s3://b-1/store?endpoint={s3.url}&region=us-east-1"
+
+
+@pytest.mark.parametrize("place", [clean_gcs, clean_s3])
+def test_a_clean_bucket_raises_no_alarm(
+    place: Callable[[], Planted],
+) -> None:
+    with place() as root:
+        found = examine(root)
+
+    assert [] == problems(found)
+    assert found.exit_code == 0
+
+
+def test_a_clean_directory_raises_no_alarm_and_is_left_as_it_was(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "not" / "yet"
+
+    found = examine(place.as_uri())
+
+    assert {"file-system"} >= {f.check for f in problems(found)}  # it may be in memory
+    assert not place.exists()
+
+
+def test_a_rule_for_other_names_is_no_finding() -> None:
+    with settings(lifecycle=deletion(matchesPrefix=["logs/"])) as root:
+        found = examine(root)
+
+    assert [] == [f for f in found.findings if f.check == "lifecycle"]
+
+
+def test_a_rule_for_old_versions_is_no_finding() -> None:
+    rules = deletion(isLive=False)
+    with settings(lifecycle=rules, versioning={"enabled": True}) as root:
+        found = examine(root)
+
+    (versioning,) = problems(found)
+    assert "until a lifecycle rule deletes it" in versioning.found

@@ -13,7 +13,7 @@ import storesvc_client as store
 from storesvc_client._doctor.directory import file_system, judge_clock
 from storesvc_client._doctor.doctor import Examination, below, with_concurrency
 from storesvc_client._doctor.findings import PROBLEMS, Effort, Severity
-from storesvc_client._doctor.storage_speed import Level, best_concurrency, tail_share
+from storesvc_client._doctor.storage_checks import Level, best_concurrency, tail_share
 from storesvc_client.cli import main
 from tests.support.in_process_server import InProcessServer
 

@@ -22,6 +22,7 @@ from tests.doctor.planted import (
 )
 from tests.fake_gcs.faults import ALWAYS, Corrupt, Delay, Status, Truncate
 from tests.fake_s3 import FakeS3
+from tests.support.examples import sampled
 from tests.support.other_emulators import CONDITIONS
 
 LITTLE: Final = Effort(
@@ -165,7 +166,7 @@ DEFECTS: Final[dict[str, tuple[Callable[[], Planted], str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", sampled(list(DEFECTS), every=4))
 def test_a_planted_defect_is_named(name: str) -> None:
     plant, code, words = DEFECTS[name]
 

@@ -22,8 +22,14 @@ from storesvc.format.layout import PROBES
 from storesvc.storage.location import Storage, is_this_machine, parse_root, storage_at
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_client._doctor import drill
-from storesvc_client._doctor.bucket_settings import check_clock, check_settings
-from storesvc_client._doctor.costs import GCS, S3, Workload, estimate_cost
+from storesvc_client._doctor.buckets import (
+    GCS,
+    S3,
+    Workload,
+    check_clock,
+    check_settings,
+    estimate_cost,
+)
 from storesvc_client._doctor.directory import check_directory
 from storesvc_client._doctor.drill import Place
 from storesvc_client._doctor.findings import (
@@ -31,17 +37,22 @@ from storesvc_client._doctor.findings import (
     Effort,
     Finding,
     Severity,
+    passed,
     problem,
     skipped,
 )
-from storesvc_client._doctor.servers import check_server, check_server_clock
-from storesvc_client._doctor.storage_promises import STORAGE_CHECKS, Probe
-from storesvc_client._doctor.storage_speed import SPEED_CHECKS
+from storesvc_client._doctor.storage_checks import PROMISES, SPEED_CHECKS, Probe
 from storesvc_client._values.arguments import DurationLike, checked_duration
 from storesvc_client.errors import InvalidRequestError, StoreError
 
 if TYPE_CHECKING:
     from storesvc_client import Client
+
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Final
+
+from storesvc_client._doctor.directory import judge_clock
 
 T = TypeVar("T")
 
@@ -114,6 +125,7 @@ class Examination:
         self._measured: dict[str, float] = {}
         self._until = time.monotonic() + effort.max_seconds
         self._id = f"doctor-{uuid.uuid4().hex[:12]}"
+        self._was_opened = False
 
     def examine_root(
         self, root: str, storage: Storage, work: Workload | None
@@ -122,7 +134,8 @@ class Examination:
         folder = f"{PROBES}{self._id}/"
         if storage.is_files:
             path = Path(storage.spec["path"], folder)
-            self._make("directory", lambda: _check_in(path))
+            if not self._make("directory", lambda: _check_in(path)):
+                return self._diagnosis(storage.name)
         elif storage.is_remote:
             self._make("settings", lambda: check_settings(storage))
             self._make("clock", lambda: check_clock(storage))
@@ -133,7 +146,8 @@ class Examination:
                 if not storage.is_memory and not self._has_failed:
                     written += self._check_saves(root, folder)
         finally:
-            self._make("clean-up", lambda: _delete(root, storage, folder))
+            if self._was_opened:
+                self._make("clean-up", lambda: _delete(root, storage, folder))
         if work is not None and storage.is_remote:
             prices = S3 if storage.is_s3 else GCS
             self._make("cost", lambda: estimate_cost(work, prices))
@@ -151,6 +165,7 @@ class Examination:
         opening = await self._gather("open", TensorStoreBucket.open(root))
         if opening is None:
             return None
+        self._was_opened = True
         probe = Probe(
             bucket=opening,
             storage=opening.opened.storage,
@@ -159,12 +174,15 @@ class Examination:
             effort=self._effort,
             measured=self._measured,
         )
-        for check in (*STORAGE_CHECKS, *SPEED_CHECKS):
+        for check in (*PROMISES, *SPEED_CHECKS):
             name = check.__name__.removeprefix("check_")
             if check in SPEED_CHECKS and self._has_failed:
                 self._add(skipped(name, "a check before it failed"))
             elif self._has_time(name):
-                for finding in await self._gather(name, check(probe)) or ():
+                found = await self._gather(name, check(probe))
+                if found is None:  # as would be said of the others
+                    break
+                for finding in found:
                     self._add(finding)
         return probe
 
@@ -323,3 +341,65 @@ async def _flip(root: str, folder: str) -> str:
     data[len(data) // 2] ^= 1
     await bucket.write(path, bytes(data))
     return path.removeprefix(folder)
+
+
+# --- Servers -------------------------------------------------------------------------
+
+NEEDED: Final = (
+    "uploads.begin",
+    "uploads.commit",
+    "checkpoints.list",
+    "checkpoints.read",
+)
+
+
+def check_server(
+    client: "Client", *, is_encrypted: bool, is_remote: bool
+) -> list[Finding]:
+    """Asks a server about itself and the caller; writes nothing.
+
+    Raises:
+        StoreError: The server does not answer.
+    """
+    return [
+        _check_version(client.info().version),
+        _check_encryption(is_encrypted=is_encrypted, is_remote=is_remote),
+        *_check_identity(client, is_remote=is_remote),
+    ]
+
+
+def _check_version(server: str) -> Finding:
+    ours = version("storesvc")
+    shown = f"server {server}, client {ours}"
+    if server.split(".")[:2] == ours.split(".")[:2]:
+        return passed("version", shown)
+    return problem("version.differs", shown)
+
+
+def _check_encryption(*, is_encrypted: bool, is_remote: bool) -> Finding:
+    if is_encrypted:
+        return passed("encryption", "TLS")
+    if not is_remote:
+        return passed("encryption", "plaintext within this machine")
+    return problem("encryption.none", "plaintext to another machine")
+
+
+def _check_identity(client: "Client", *, is_remote: bool) -> list[Finding]:
+    who = client.identity()
+    name = who.principal or "anonymous"
+    if not who.is_restricted:
+        shown = f"{name}: there is no policy, and every caller may do everything"
+        return [problem("policy.none", shown) if is_remote else passed("policy", shown)]
+    allowed = client.test_permissions(None, NEEDED)
+    lacking = [permission for permission in NEEDED if permission not in allowed]
+    if not lacking:
+        return [passed("permissions", f"{name}: {', '.join(NEEDED)}")]
+    shown = f"{name} lacks {', '.join(lacking)} on all runs"
+    return [problem("permissions.role", shown)]
+
+
+def check_server_clock(client: "Client", run: str) -> list[Finding]:
+    """Compares the time of a checkpoint that was just saved with this machine's."""
+    newest = client.run(run).latest()
+    skew = (newest.create_time - datetime.now(UTC)).total_seconds()
+    return judge_clock(min(skew, 0.0) if skew > -60 else skew, "the server")

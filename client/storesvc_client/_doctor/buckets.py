@@ -1,9 +1,12 @@
-"""Reads the settings of a bucket, and finds those that a store should know of.
+"""Checks what is special about a bucket: its settings, its clock, and its price.
 
-`judge_settings` decides; the rest reads the settings with the provider's own client.
-Sources of the names: ``storage.buckets.get`` of Google Cloud Storage (JSON API), and
-``GetBucketVersioning``, ``GetBucketLifecycleConfiguration``,
-``GetObjectLockConfiguration`` and ``GetBucketRequestPayment`` of S3.
+`judge_settings` and `estimate_cost` decide; the rest reads the settings with the
+provider's own client. Sources of the names: ``storage.buckets.get`` of Google Cloud
+Storage (JSON API), and ``GetBucketVersioning``, ``GetBucketLifecycleConfiguration``,
+``GetObjectLockConfiguration`` and ``GetBucketRequestPayment`` of S3. Prices are list
+prices of one region, for an order of magnitude: Google Cloud Storage
+(https://cloud.google.com/storage/pricing, us-central1, STANDARD) and S3
+(https://aws.amazon.com/s3/pricing, us-east-1), read in November 2026.
 """
 
 import urllib.error
@@ -27,6 +30,9 @@ from storesvc_client._doctor.findings import (
 
 if TYPE_CHECKING:
     pass
+
+
+from storesvc_client._views.texts import size_text
 
 _DAY: Final = 86_400
 
@@ -54,7 +60,6 @@ class BucketSettings:
     requester_pays: bool = False
     rules: Sequence[LifecycleRule] = ()
     storage_class: str = "STANDARD"
-    location: str = ""
 
 
 def judge_settings(settings: BucketSettings, *, path: str) -> list[Finding]:
@@ -181,21 +186,13 @@ def _read_gcs(storage: Storage) -> BucketSettings:
             "not readable without storage.buckets.get (such as in "
             f"roles/storage.legacyBucketReader): {str(e).partition(chr(10))[0]}"
         ) from e
-    properties: dict[str, Any] = bucket._properties  # noqa: SLF001 - its JSON resource
-    retention = properties.get("retentionPolicy", {}).get("retentionPeriod", 0)
-    soft = properties.get("softDeletePolicy", {}).get("retentionDurationSeconds", 0)
     return BucketSettings(
-        keeps_versions=bool(properties.get("versioning", {}).get("enabled")),
-        soft_delete_seconds=int(soft),
-        retention_seconds=int(retention),
-        requester_pays=bool(properties.get("billing", {}).get("requesterPays")),
-        rules=[
-            rule
-            for each in properties.get("lifecycle", {}).get("rule", ())
-            for rule in _gcs_rules(each)
-        ],
-        storage_class=properties.get("storageClass", "STANDARD"),
-        location=properties.get("location", ""),
+        keeps_versions=bool(bucket.versioning_enabled),
+        soft_delete_seconds=bucket.soft_delete_policy.retention_duration_seconds or 0,
+        retention_seconds=bucket.retention_period or 0,
+        requester_pays=bool(bucket.requester_pays),
+        rules=[rule for each in bucket.lifecycle_rules for rule in _gcs_rules(each)],
+        storage_class=bucket.storage_class or "STANDARD",
     )
 
 
@@ -290,3 +287,62 @@ def _s3_rules(rule: dict[str, Any]) -> list[LifecycleRule]:
             LifecycleRule(action="Delete", prefix=prefix, is_of_old_versions=True)
         )
     return actions
+
+
+# --- Price ---------------------------------------------------------------------------
+
+_MONTH_SECONDS: Final = 30 * 86_400
+_GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Dollars of a provider."""
+
+    gib_month: float
+    write: float
+    """Price of one request that writes or lists."""
+
+
+GCS: Final = Prices(gib_month=0.020, write=5e-6)
+S3: Final = Prices(gib_month=0.023, write=5e-6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The saves of one job."""
+
+    state_bytes: int
+    """Bytes of one checkpoint."""
+    interval_seconds: float = 600.0
+    """Time between two saves."""
+    kept_count: int = 5
+    """Checkpoints that are kept."""
+    purge_seconds: float = 3 * 86_400.0
+    """Time for which a deleted checkpoint keeps its bytes."""
+
+
+FIXED_WRITES: Final = 33
+BYTES_A_WRITE: Final = 48 << 20
+"""Writing requests of a save: so many, and one more for so many bytes; measured by
+``python -m benchmarks requests``."""
+
+
+def estimate_cost(work: Workload, prices: Prices) -> list[Finding]:
+    """Returns the requests and dollars of a month."""
+    saves = _MONTH_SECONDS / work.interval_seconds
+    writes = saves * (FIXED_WRITES + -(-work.state_bytes // BYTES_A_WRITE))
+    kept = work.kept_count + work.purge_seconds / work.interval_seconds
+    stored = min(kept, saves) * work.state_bytes
+    storing = stored / _GIB * prices.gib_month
+    requests = writes * prices.write
+    return [
+        passed(
+            "cost",
+            f"{size_text(work.state_bytes)} every {work.interval_seconds / 60:g} min: "
+            f"{writes:,.0f} writing requests (${requests:,.2f}) and up to "
+            f"{size_text(round(stored))} stored (${storing:,.0f}) a month, if each "
+            "save changes every byte and deleted checkpoints stay for "
+            f"{work.purge_seconds / 86_400:g} days",
+        )
+    ]

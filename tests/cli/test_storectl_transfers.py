@@ -14,6 +14,7 @@ from storesvc.format.names import InvalidNameError
 from storesvc_client.cli.paths import (
     CheckpointPath,
     ContextName,
+    NamespacePath,
     Place,
     RunPath,
     StoreTarget,
@@ -171,7 +172,7 @@ def test_a_copy_within_a_store_keeps_the_bytes_of_its_tags(prod: str) -> None:
     ("arguments", "message"),
     [
         (("prod/llama", "prod/x@3"), "expected a run as DST"),
-        (("prod/llama@1", "prod/x", "--steps", "1"), "one of --steps"),
+        (("prod/llama@1", "prod/x", "--steps", "1"), "a run as SRC only"),
         (("prod/llama", "prod/x", "--no-tags", "--move-tags"), "one of --no-tags"),
         (("gs://bucket", "prod/x"), "expected a run after the store"),
         (("a/b@1:params/**", "prod/x"), "expected a run or a checkpoint"),
@@ -217,6 +218,8 @@ def test_a_copy_to_the_same_run_is_rejected(prod: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("a", Place(None, NamespacePath("a"))),
+        ("lab:a", Place(ContextName("lab"), NamespacePath("a"))),
         ("a/b", Place(None, RunPath("a/b"))),
         ("a/b@best", Place(None, CheckpointPath("a/b", "best"))),
         ("lab:a/b@7", Place(ContextName("lab"), CheckpointPath("a/b", 7))),
@@ -235,14 +238,12 @@ def test_a_place_has_a_store_and_a_path(text: str, expected: Place) -> None:
     "text",
     [
         "",
-        "a",
         "//a/b",
         "gs://b",
         "gs://b/p",
         "a/b@1:x",
         "lab:",
         "a.:a/b",
-        "lab:a",
         "x//",
     ],
 )

@@ -57,8 +57,8 @@ def readable_checkpoint(text: str) -> CheckpointPath | LeafPath:
     return _checkpoint(text, readable_path(text))
 
 
-def run_place(text: str) -> Place:
-    """Returns a run or a checkpoint, and its store."""
+def copied_place(text: str) -> Place:
+    """Returns a namespace, a run or a checkpoint, and its store."""
     try:
         return parse_place(text)
     except InvalidNameError as e:
@@ -69,7 +69,7 @@ def readable_place(text: str) -> tuple[StorePart, CheckpointPath]:
     """Returns the store of a checkpoint, and its path as a whole, of any project."""
     if is_foreign(text):
         return None, _whole(text, readable_path(text))
-    place = run_place(text)
+    place = copied_place(text)
     return place.store, _whole(text, place.path)
 
 
@@ -199,7 +199,7 @@ _COMPLETIONS: Final[dict[Callable[[str], object], Completer]] = {
     readable_place: complete_path(Part.CHECKPOINT, Part.CHECKPOINT, contexts=True),
     run_or_checkpoint: complete_path(Part.RUN, Part.CHECKPOINT),
     run_path: complete_path(Part.RUN, Part.RUN),
-    run_place: complete_path(Part.RUN, Part.CHECKPOINT, contexts=True),
+    copied_place: complete_path(Part.NAMESPACE, Part.CHECKPOINT, contexts=True),
     step_path: complete_path(Part.CHECKPOINT, Part.CHECKPOINT, which=Which.STEPS),
     whole_checkpoint: complete_path(Part.CHECKPOINT, Part.CHECKPOINT),
     whole_path: complete_path(Part.NAMESPACE, Part.CHECKPOINT),

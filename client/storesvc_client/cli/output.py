@@ -419,12 +419,13 @@ def _shared_out(parts: Sequence[_Part], room: int) -> list[int]:
 
 
 def show_transfers(
-    transfers: "Iterable[Transfer]", *, into: "Run", as_json: bool
+    transfers: "Iterable[Transfer]", *, into: "Run | None", as_json: bool
 ) -> "list[Transfer]":
     """Performs transfers, and prints each, a line as soon as it is done, or one JSON
     document at the end, also if one of them fails.
 
-    A note on stderr names the run: a wrong name creates one, or mixes two.
+    A note on stderr names the run: a wrong name creates one, or mixes two; none does
+    for ``into=None``, of many runs.
 
     Returns:
         The transfers.
@@ -433,7 +434,7 @@ def show_transfers(
         StoreError: A transfer failed; those before it are done and printed.
     """
     done: list[Transfer] = []
-    note = _note(into)
+    note = _note(into) if into is not None else ""
     try:
         for transfer in transfers:
             if note and transfer.is_new:

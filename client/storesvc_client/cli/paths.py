@@ -290,10 +290,10 @@ StorePart: TypeAlias = ContextName | StoreTarget | None
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A run or a checkpoint of a store."""
+    """A namespace, a run or a checkpoint of a store."""
 
     store: StorePart
-    path: RunPath | CheckpointPath
+    path: NamespacePath | RunPath | CheckpointPath
 
 
 def parse_place(text: str) -> Place:
@@ -329,12 +329,11 @@ def _parse_place(text: str) -> Place:
     return Place(None, _parse_path(text, text))
 
 
-def _parse_path(text: str, whole: str) -> RunPath | CheckpointPath:
-    match parse_path(text):
-        case RunPath() | CheckpointPath() as path:
-            return path
-        case _:
-            raise InvalidNameError(
-                f"place {whole!r}: expected a run or a checkpoint, such as "
-                "prod/llama-8b or prod/llama-8b@latest"
-            )
+def _parse_path(text: str, whole: str) -> NamespacePath | RunPath | CheckpointPath:
+    path = parse_path(text)
+    if isinstance(path, LeafPath):
+        raise InvalidNameError(
+            f"place {whole!r}: expected a run or a checkpoint, such as "
+            "prod/llama-8b or prod/llama-8b@latest"
+        )
+    return path

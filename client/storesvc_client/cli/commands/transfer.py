@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -10,12 +11,12 @@ from storesvc.format.names import Which
 from storesvc_client._views.texts import count_text, json_value, size_text
 from storesvc_client.cli.arguments import (
     WholeNumber,
+    copied_place,
     foreign_options,
     json_option,
     label,
     path_argument,
     run_path,
-    run_place,
     size,
     whole_checkpoint,
 )
@@ -26,23 +27,24 @@ from storesvc_client.cli.paths import (
     CheckpointPath,
     ForeignOptions,
     LeafPath,
+    NamespacePath,
     Place,
     RunPath,
     parse_foreign_path,
 )
 
 if TYPE_CHECKING:
-    from storesvc_client import Run
+    from storesvc_client import Client, Run
     from storesvc_client._values.models import Transfer
 
 
 @click.command()
-@path_argument("source", run_place, metavar="SRC")
+@path_argument("source", copied_place, metavar="SRC")
 @path_argument(
     "target",
-    run_place,
+    copied_place,
     metavar="DST",
-    completion=complete_path(Part.RUN, Part.RUN, contexts=True),
+    completion=complete_path(Part.NAMESPACE, Part.RUN, contexts=True),
 )
 @click.option("--steps", type=step_list, metavar="STEPS", help="Copy these: 100,200.")
 @click.option("--no-tags", is_flag=True, help="Set no tags.")
@@ -67,24 +69,32 @@ def cp(
     create: bool,
     as_json: bool,
 ) -> None:
-    """Copy a run or a checkpoint, also to another store.
+    """Copy a namespace, a run or a checkpoint, also to another store.
 
     SRC and DST are paths in the store of the command, or in another one: CONTEXT:PATH,
     or STORE//PATH with a STORE as of --store. Steps, metrics, labels, items, pins and
     tags are kept. Checkpoints that were copied before are skipped, so a copy that was
-    interrupted is repeated to finish it. Every chunk is compared with its checksums.
+    interrupted is repeated to finish it, and a backup is the same command again. Every
+    chunk is compared with its checksums.
 
     \b
     Examples:
       storectl cp prod/llama-8b@best prod/llama-8b-tuned
       storectl cp prod:prod/llama-8b lab:prod/llama-8b
       storectl cp prod/llama-8b gs://bucket/archive//prod/llama-8b --create
+      storectl cp prod gs://backup/ckpts//prod --move-tags --retention --create
     """
-    if steps is not None and isinstance(source.path, CheckpointPath):
-        raise click.UsageError("expected one of --steps and a checkpoint in SRC")
-    if not isinstance(target.path, RunPath):
+    if steps is not None and not isinstance(source.path, RunPath):
+        raise click.UsageError("expected --steps with a run as SRC only")
+    if isinstance(target.path, CheckpointPath):
         raise click.UsageError(
             f"expected a run as DST, got {target.path}; a copy keeps its step"
+        )
+    is_whole = isinstance(source.path, NamespacePath)
+    if is_whole != isinstance(target.path, NamespacePath):
+        raise click.UsageError(
+            f"expected a namespace for a namespace and a run for a run, got "
+            f"{source.path} and {target.path}"
         )
     if no_tags and move_tags:
         raise click.UsageError("expected one of --no-tags and --move-tags")
@@ -94,17 +104,38 @@ def cp(
         writing = reading
         if reached[0] != reached[1]:
             writing = clients.enter_context(reached[1].open(create=create))
-        into = writing.run(target.path.run)
-        transfers = _copy_checkpoints(
-            reading.run(source.path.run),
-            into,
-            source,
-            steps,
-            tags=not no_tags,
-            move_tags=move_tags,
-            retention=retention,
+        runs = [
+            (reading.run(source_run), writing.run(target_run))
+            for source_run, target_run in _list_pairs(reading, source, target)
+        ]
+        transfers = chain.from_iterable(
+            _copy_checkpoints(
+                run,
+                into,
+                source,
+                steps,
+                tags=not no_tags,
+                move_tags=move_tags,
+                retention=retention,
+            )
+            for run, into in runs
         )
+        into = None if is_whole else runs[0][1]
         show_transfers(transfers, into=into, as_json=as_json)
+
+
+def _list_pairs(
+    reading: "Client", source: Place, target: Place
+) -> list[tuple[str, str]]:
+    """Returns the names of the runs to copy, and of those that they become."""
+    match source.path, target.path:
+        case NamespacePath(old), NamespacePath(new):
+            names = [found.name for found in reading.runs(old)]
+            return [(name, f"{new}/{name.partition('/')[2]}") for name in names]
+        case (RunPath() | CheckpointPath()) as one, RunPath(run):
+            return [(one.run, run)]
+        case _:
+            raise AssertionError(source, target)
 
 
 def _copy_checkpoints(

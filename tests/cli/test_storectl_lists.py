@@ -2,6 +2,7 @@
 for names that do not exist."""
 
 import math
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -256,16 +257,27 @@ def test_a_namespace_that_does_not_exist_is_refused(
     assert "namespace prdo has no runs; did you mean prod?" in result.stderr
 
 
+OF_CLICK_8_4 = pytest.mark.skipif(
+    version("click").split(".")[:2] in (["8", "2"], ["8", "3"]),
+    reason="earlier releases list possible options",
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["lss"], "No such command 'lss'. Did you mean 'ls'?"),
         (["delete"], "No such command 'delete'. Did you mean 'rm'?"),
-        (["config", "sett"], "Did you mean 'set'?"),
-        (["ls", "--limti", "3"], "Did you mean '--limit'?"),
+        pytest.param(*(["config", "sett"], "Did you mean 'set'?"), marks=OF_CLICK_8_4),
+        pytest.param(
+            *(["ls", "--limti", "3"], "Did you mean '--limit'?"), marks=OF_CLICK_8_4
+        ),
         (["xyzzy"], "No such command 'xyzzy'."),
         (["describe", "a/b"], "No such command 'describe'. Did you mean 'stat'?"),
-        (["ls", "-o", "json"], "No such option '-o'. Did you mean '--json'?"),
+        pytest.param(
+            *(["ls", "-o", "json"], "No such option '-o'. Did you mean '--json'?"),
+            marks=OF_CLICK_8_4,
+        ),
         (
             ["ls", "-n", "5"],
             "'--limit'? A namespace begins a path, as in 'storectl ls prod'.",

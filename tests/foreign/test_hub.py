@@ -233,7 +233,8 @@ def test_an_error_does_not_quote_the_signature_of_a_redirect(hub: Hub) -> None:
     [
         ("hf://org/absent", store.PreconditionError, "got no token .status 401.; "),
         ("hf://org/model@v9", store.NotFoundError, "found none of this name; check wh"),
-        ("hf://model", store.InvalidRequestError, "expected hf://ORG/NAME, got anothe"),
+        # earlier releases ask the server, since some old names have no ORG
+        ("hf://model", store.StoreError, "expected (hf://ORG/NAME|a repository at)"),
         ("hf://buckets/org/b", store.InvalidRequestError, "got a bucket, which has no"),
         ("hf://org/model/absent", store.NotFoundError, "expected a file .*.safetenso"),
     ],

@@ -1,5 +1,6 @@
 """``items=``, its keywords and ``logger=`` do what they do in Orbax."""
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def test_a_logger_receives_each_save_and_restore(tmp_path: Path, name: str) -> N
 def test_a_logger_of_version_1_receives_each_save(tmp_path: Path, name: str) -> None:
     logger, place = Entries(), f"file://{tmp_path}/store#prod/llama"
     cls: Any = orbax.Checkpointer if name == "storesvc" else training.Checkpointer
+    if "logger" not in inspect.signature(cls).parameters:
+        pytest.skip("Orbax 0.12.8 added it")
     place_of = {"storesvc": place, "orbax": tmp_path / "steps"}
     with cls(place_of[name], logger=logger) as checkpointer:
         checkpointer.save(3, TREE)

@@ -1,9 +1,11 @@
-"""``python -m tests.release.matrix [lock] [ROW ...]``: the environments of a release.
+"""``python -m tests.release.matrix [lock | sample] [ROW ...]``: the environments of a
+release.
 
 A row is a Python and a choice of versions: the floors of pyproject.toml, or the newest
 releases. ``lock`` writes the pins of the rows to requirements/matrix; without it, each
 row gets an environment of its own in build/matrix, the wheel in it, and the quick suite
-runs there. The last lines are a table of what ran. A Python that this machine does not
+runs there; with ``sample``, only the folders that depend most on the versions. The last
+lines are a table of what ran. A Python that this machine does not
 have is a row that says so.
 """
 
@@ -38,6 +40,15 @@ TESTED: Final = (
     "Makefile",
 )
 """Places that tests read besides the installed package."""
+
+IGNORED: Final = ("tests/repo", "tests/site")
+"""Tests of the checkout, which are the same in each environment."""
+
+SAMPLE: Final = (
+    *("tests/cli", "tests/export", "tests/foreign", "tests/orbax", "tests/restore"),
+    *("tests/save", "tests/storage", "tests/trees/test_structure_golden.py"),
+)
+"""Tests of what touches dependencies most, in two minutes."""
 
 SHOWN: Final = (
     *("jax", "flax", "optax", "numpy", "tensorstore", "orbax-checkpoint", "grpcio"),
@@ -78,7 +89,7 @@ ROWS: Final = (
     Row(python="3.14", pins="newest"),
 )
 
-GROUPS: Final = ("browser", "build", "docs", "emulators", "libraries", "lint", "test")
+GROUPS: Final = ("bench", "browser", "build", "emulators", "libraries", "lint", "test")
 """Dependency groups of the tests; the generator of the contract pins an old protobuf.
 """
 
@@ -86,17 +97,18 @@ GROUPS: Final = ("browser", "build", "docs", "emulators", "libraries", "lint", "
 def main() -> int:
     """Writes locks or runs rows; returns the exit code."""
     arguments = sys.argv[1:]
-    is_lock = arguments[:1] == ["lock"]
-    names = arguments[is_lock:] or [row.name for row in ROWS]
+    what = arguments.pop(0) if arguments[:1] in (["lock"], ["sample"]) else "run"
+    names = arguments or [row.name for row in ROWS]
     if unknown := set(names) - {row.name for row in ROWS}:
         print(f"unknown rows: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     rows = [row for row in ROWS if row.name in names]
-    if is_lock:
+    if what == "lock":
         for row in {row.lock: row for row in reversed(rows)}.values():
             lock(row)
         return 0
-    lines = [run(row) for row in rows]
+    folders = SAMPLE if what == "sample" else ("tests",)
+    lines = [run(row, folders) for row in rows]
     print("\n| row | Python | " + " | ".join(SHOWN) + " | quick suite | s |")
     print("|---" * (len(SHOWN) + 4) + "|")
     print(*lines, sep="\n")
@@ -149,8 +161,8 @@ def _compile(row: Row, *arguments: str) -> str:
 # --- Runs -----------------------------------------------------------------------------
 
 
-def run(row: Row) -> str:
-    """Runs the quick suite in the environment of a row; returns its line."""
+def run(row: Row, folders: Sequence[str]) -> str:
+    """Runs the quick suite of folders in the environment of a row; returns its line."""
     python = find_python(row.python)
     if python is None:
         cells = [row.name, row.python, *[""] * len(SHOWN), "Python not installed", ""]
@@ -163,9 +175,12 @@ def run(row: Row) -> str:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     begin = time.monotonic()
-    command = [str(row.interpreter), "-m", "pytest", "--numprocesses=2", "-q"]
+    command = [str(row.interpreter), "-m", "pytest", "--numprocesses=3", "-q"]
     done = subprocess.run(
-        [*command, "-m", "not slow"],
+        [
+            *(*command, "-m", "not slow", *folders),
+            *(f"--ignore={name}" for name in IGNORED),
+        ],
         cwd=folder,
         text=True,
         stdout=subprocess.PIPE,

@@ -802,7 +802,9 @@ class _CommitFiles:
                 return call()
             except FileNotFoundError:
                 raise  # an answer, which leaves the lists as they are
-            except BaseException:
+            except BaseException as e:
+                if type(e).__name__ == "RemoteEntryNotFoundError":  # up to 1.19
+                    raise FileNotFoundError(str(e)) from None
                 self._files.invalidate_cache()
                 raise
 
@@ -814,14 +816,20 @@ _Result = TypeVar("_Result")
 
 
 def _retry_hub(call: Callable[[], _Result]) -> _Result:
-    """Returns the result of a call, which is repeated while the server is busy."""
+    """Returns the result of a call, which is repeated while the server is busy, or has
+    closed the connection."""
     ends = time.monotonic() + _HUB_RETRY_SECONDS
     for wait in _HUB_WAITS:
         try:
             return call()
         except Exception as e:
             cause = _hub_cause(e)
-            if http_status(cause) not in _HUB_TRANSIENT or time.monotonic() > ends:
+            is_transient = (
+                http_status(cause) in _HUB_TRANSIENT
+                # The server has closed an idle connection; up to 1.20, no retry.
+                or type(cause).__name__ == "RemoteProtocolError"
+            )
+            if not is_transient or time.monotonic() > ends:
                 raise
             response = getattr(cause, "response", None)
             asked = "" if response is None else response.headers.get("Retry-After", "")

@@ -3,7 +3,6 @@
 import ast
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "deploy" / "README.md"
 TEXT = GUIDE.read_text()
 RUN = "prod/llama-8b"
-BACKUP = "gs://BACKUP/ckpts"
+ROOTS = re.compile(r"gs://(BUCKET|BACKUP|NEW)/ckpts")
 FORWARDED = "localhost:7070"
 NOT_RUN = {
     "docker": "a daemon; tests/deploy checks the Dockerfile and the install lines",
@@ -60,16 +59,17 @@ def served(server: ServerProcess) -> ServerProcess:
 def test_the_commands_of_the_guide_work_one_after_the_other(
     served: ServerProcess, tmp_path: Path
 ) -> None:
-    backup = tmp_path / "backup"
-    shutil.copytree(served.root, backup)
+    places = {name: (tmp_path / name).as_uri() for name in ("BACKUP", "NEW")}
+    places["BUCKET"] = served.address
     upload = Writer(served.address, RUN, 400).begin().name.rpartition("/")[2]
     for line in lines_of("storectl"):
         words = [upload if word == "UPLOAD" else word for word in line]
+        words = [ROOTS.sub(lambda found: places[found[1]], word) for word in words]
         target = served.address
         if words[0] == "--store":
-            assert words[1] in (BACKUP, FORWARDED)
-            if words[1] == BACKUP:
-                target = backup.as_uri()
+            assert words[1] in (*places.values(), FORWARDED)
+            if words[1] != FORWARDED:
+                target = words[1]
             words = words[2:]
         while words[0] in ("--ca", "--token-file"):  # this server needs neither
             words = words[2:]

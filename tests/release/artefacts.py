@@ -99,7 +99,7 @@ def _build(folder: Path) -> list[Path]:
         version = f'version = "{release_version()}"'
         settings.write_text(re.sub(r'(?m)^version = ".*"$', version, text, count=1))
         done = subprocess.run(
-            [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+            [sys.executable, "-m", "hatchling", "build", "-d", str(folder.resolve())],
             cwd=sources,
             env=environment,
             capture_output=True,

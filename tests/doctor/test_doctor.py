@@ -66,6 +66,8 @@ def test_the_command_prints_findings_and_leaves_a_store_as_it_was(
     shown = json.loads(document.stdout)
     assert text.exit_code == document.exit_code == shown["exit_code"]
     assert shown["measured"]["save_mib_per_second"] > 0
+    assert "a save was killed before its commit" in text.stdout
+    assert "found by verify and restore" in text.stdout
     assert before == files(tmp_path)
 
 

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from os import PathLike, fspath
 from pathlib import Path
@@ -195,12 +196,13 @@ class Examination:
             state_bytes=self._effort.state_bytes,
         )
         if self._make("save", lambda: drill.check_saves(place, self._measured)):
+            other = replace(place, target=below(root, f"{folder}flipped"))
 
             def flip() -> str:
-                return asyncio.run(_flip(root, f"{folder}store/"))
+                return asyncio.run(_flip(root, f"{folder}flipped/"))
 
-            self._make("flipped-bit", lambda: drill.check_flip(place, flip))
-        return 3 * self._effort.state_bytes
+            self._make("flipped-bit", lambda: drill.check_flip(other, flip))
+        return 6 * self._effort.state_bytes
 
     # --- servers --------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class Examination:
                     self._make("clock", lambda: check_server_clock(client, place.run))
             finally:
                 self._make("clean-up", lambda: drill.delete_run(place))
-        return self._diagnosis(address, written_bytes=3 * self._effort.state_bytes)
+        return self._diagnosis(address, written_bytes=5 * self._effort.state_bytes)
 
     # --- findings -------------------------------------------------------------------
 
@@ -399,7 +401,10 @@ def _check_identity(client: "Client", *, is_remote: bool) -> list[Finding]:
 
 
 def check_server_clock(client: "Client", run: str) -> list[Finding]:
-    """Compares the time of a checkpoint that was just saved with this machine's."""
-    newest = client.run(run).latest()
-    skew = (newest.create_time - datetime.now(UTC)).total_seconds()
-    return judge_clock(min(skew, 0.0) if skew > -60 else skew, "the server")
+    """Compares the time that a server gives a checkpoint with the time of the save."""
+    before = datetime.now(UTC)
+    saved = client.run(run).save(9, {"clock": 0}).result()
+    after = datetime.now(UTC)
+    skew = max(saved.create_time - after, timedelta(0))
+    skew += min(saved.create_time - before, timedelta(0))
+    return judge_clock(skew.total_seconds(), "the server")

@@ -199,7 +199,7 @@ def skipped(check: str, why: str) -> Finding:
 
 
 def problem(code: str, found: str) -> Finding:
-    """Returns a finding of a kind of problem."""
+    """Returns the finding of a problem."""
     return Finding(code, PROBLEMS[code].severity, found, *PROBLEMS[code][1:])
 
 

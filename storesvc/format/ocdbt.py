@@ -65,6 +65,15 @@ from storesvc.format.chunks import I64, MAX_VALUE, ChunkLocations
 U64: TypeAlias = NDArray[np.uint64]
 
 
+class ValueLocation(NamedTuple):
+    """The range of a data file that holds a value."""
+
+    file: str
+    """Relative to the pool."""
+    offset: int
+    length: int
+
+
 def varints(values: "Sequence[int] | I64") -> bytes:
     """Encodes a column of unsigned numbers as varints (LEB128): seven bits per byte,
     lowest first; the top bit is set on all bytes but the last."""

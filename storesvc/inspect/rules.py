@@ -24,6 +24,7 @@ from storesvc.format.checksums import crc32c, digest
 from storesvc.format.chunks import I64
 from storesvc.format.keys import ENCODED_KINDS, describe, is_item, kind_text
 from storesvc.format.manifests import Manifest
+from storesvc.format.ocdbt import ValueLocation
 from storesvc.format.trees import Leaf, Tree
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2
@@ -152,9 +153,6 @@ DIGEST = api.Damage.KIND_DIGEST
 KEY_SPACE = api.Damage.KIND_KEY_SPACE
 FILE_TABLE = api.Damage.KIND_FILE_TABLE
 
-Place: TypeAlias = tuple[str, int, int]
-"""Location of a value: data file relative to the pool, offset and length in bytes."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
@@ -221,7 +219,7 @@ def chunk_damages(
 
 
 def key_space_damages(
-    manifest: Manifest, shown: Mapping[str, Place], known: NDArray[np.bool_]
+    manifest: Manifest, shown: Mapping[str, ValueLocation], known: NDArray[np.bool_]
 ) -> Iterator[Damage]:
     """Yields the differences between a key space and the manifest.
 
@@ -294,7 +292,7 @@ class LeafMetadata:
             self._known[parts] = dtypes.metadata_bytes(*parts)
         return self._known[parts]
 
-    def unshown(self, shown: Mapping[str, Place]) -> dict[int, Damage]:
+    def unshown(self, shown: Mapping[str, ValueLocation]) -> dict[int, Damage]:
         """Returns a damage for each leaf whose ``zarr.json`` cannot be read, by row."""
         found = {}
         for row, leaf in enumerate(self._tree.leaves):
@@ -304,8 +302,8 @@ class LeafMetadata:
                 found[row] = leaf_damage(
                     leaf, "the key space does not show its zarr.json"
                 )
-            elif place[2] != length:
-                what = f"expected a zarr.json of {length} bytes, got {place[2]}"
+            elif place.length != length:
+                what = f"expected a zarr.json of {length} bytes, got {place.length}"
                 found[row] = leaf_damage(leaf, what)
         return found
 
@@ -352,7 +350,7 @@ def _leaf_key(tree: Tree, key: str) -> str:
     return leaf if leaf in tree.by_key else key
 
 
-def _text(place: Place | None) -> str:
+def _text(place: tuple[str, int, int] | None) -> str:
     if place is None:
         return "nothing"
     file, offset, length = place

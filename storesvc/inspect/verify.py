@@ -47,6 +47,7 @@ from storesvc.format.names import (
     RunName,
     check_data_file,
 )
+from storesvc.format.ocdbt import ValueLocation
 from storesvc.inspect import rules
 from storesvc.inspect.rules import (
     Damage,
@@ -56,7 +57,7 @@ from storesvc.inspect.rules import (
     Tally,
     differences,
 )
-from storesvc.storage.object_bucket import TensorStoreBucket, ValueLocation
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.telemetry.events import DamageFound, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import maintenance_service_pb2 as api

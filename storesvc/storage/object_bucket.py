@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import tensorstore as ts
 
 from storesvc.errors import CorruptDataError
 from storesvc.format.checksums import Buffer
 from storesvc.format.layout import ROOT
+from storesvc.format.ocdbt import ValueLocation
 from storesvc.format.wire import Part, cut
 from storesvc.storage import hedging, kvstore
 from storesvc.storage.bucket import (
@@ -409,15 +410,6 @@ def _backend(opened: OpenedStorage) -> Backend:
 
 _NODE: Final = "node"
 """Name of a node's object in the memory that TensorStore decodes it from."""
-
-
-class ValueLocation(NamedTuple):
-    """The range of a data file that holds a value."""
-
-    file: str
-    """Relative to the pool."""
-    offset: int
-    length: int
 
 
 class KeySpace:

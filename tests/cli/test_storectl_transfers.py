@@ -15,10 +15,10 @@ from storesvc_client.cli.paths import (
     CheckpointPath,
     ContextName,
     NamespacePath,
-    Place,
+    QualifiedPath,
     RunPath,
     StoreTarget,
-    parse_place,
+    parse_qualified_path,
 )
 from tests.support.command_line import printed, storectl, succeed
 
@@ -218,20 +218,32 @@ def test_a_copy_to_the_same_run_is_rejected(prod: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a", Place(None, NamespacePath("a"))),
-        ("lab:a", Place(ContextName("lab"), NamespacePath("a"))),
-        ("a/b", Place(None, RunPath("a/b"))),
-        ("a/b@best", Place(None, CheckpointPath("a/b", "best"))),
-        ("lab:a/b@7", Place(ContextName("lab"), CheckpointPath("a/b", 7))),
-        ("/ckpts//a/b", Place(StoreTarget("file:///ckpts"), RunPath("a/b"))),
-        ("file:///ckpts//a/b", Place(StoreTarget("file:///ckpts"), RunPath("a/b"))),
-        ("gs://b/p//a/b@1", Place(StoreTarget("gs://b/p"), CheckpointPath("a/b", 1))),
-        ("h.example//a/b", Place(StoreTarget("h.example:7070"), RunPath("a/b"))),
-        ("h:7171,i:7171//a/b", Place(StoreTarget("h:7171,i:7171"), RunPath("a/b"))),
+        ("a", QualifiedPath(None, NamespacePath("a"))),
+        ("lab:a", QualifiedPath(ContextName("lab"), NamespacePath("a"))),
+        ("a/b", QualifiedPath(None, RunPath("a/b"))),
+        ("a/b@best", QualifiedPath(None, CheckpointPath("a/b", "best"))),
+        ("lab:a/b@7", QualifiedPath(ContextName("lab"), CheckpointPath("a/b", 7))),
+        ("/ckpts//a/b", QualifiedPath(StoreTarget("file:///ckpts"), RunPath("a/b"))),
+        (
+            "file:///ckpts//a/b",
+            QualifiedPath(StoreTarget("file:///ckpts"), RunPath("a/b")),
+        ),
+        (
+            "gs://b/p//a/b@1",
+            QualifiedPath(StoreTarget("gs://b/p"), CheckpointPath("a/b", 1)),
+        ),
+        (
+            "h.example//a/b",
+            QualifiedPath(StoreTarget("h.example:7070"), RunPath("a/b")),
+        ),
+        (
+            "h:7171,i:7171//a/b",
+            QualifiedPath(StoreTarget("h:7171,i:7171"), RunPath("a/b")),
+        ),
     ],
 )
-def test_a_place_has_a_store_and_a_path(text: str, expected: Place) -> None:
-    assert expected == parse_place(text)
+def test_a_place_has_a_store_and_a_path(text: str, expected: QualifiedPath) -> None:
+    assert expected == parse_qualified_path(text)
 
 
 @pytest.mark.parametrize(
@@ -249,4 +261,4 @@ def test_a_place_has_a_store_and_a_path(text: str, expected: Place) -> None:
 )
 def test_a_text_that_is_no_place_is_rejected(text: str) -> None:
     with pytest.raises(InvalidNameError):
-        parse_place(text)
+        parse_qualified_path(text)

@@ -13,7 +13,7 @@ from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.grids import Grid, Region, part, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffers import Buffer, Span, lay_out
+from storesvc_client._chunks.buffers import Buffer, Span, plan_buffer_layout
 from storesvc_client._restore.assembly import Assembly
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.support.examples import examples
@@ -114,7 +114,7 @@ def test_a_chunk_of_adjacent_shards_is_one_contiguous_range() -> None:
     grid = Grid((64, 32), (64, 32), 4)
     shards = [((n, n + 8), (0, 32)) for n in range(0, 64, 8)]
 
-    layout = lay_out(grid, shards)
+    layout = plan_buffer_layout(grid, shards)
 
     assert [0] == layout.chunks.tolist()
     assert isinstance(layout.goal(0).goes, Span)
@@ -123,7 +123,9 @@ def test_a_chunk_of_adjacent_shards_is_one_contiguous_range() -> None:
 def test_shards_are_padded_to_the_alignment_of_xla() -> None:
     grid = Grid((2, 100_001), (2, 100_001), 1)
 
-    (group,) = lay_out(grid, [((0, 1), (0, 100_001)), ((1, 2), (0, 100_001))]).groups
+    (group,) = plan_buffer_layout(
+        grid, [((0, 1), (0, 100_001)), ((1, 2), (0, 100_001))]
+    ).groups
 
     assert [0, 0] == [segment.start % 64 for segment in group.segments]
     assert 2 == len(group.segments)
@@ -133,4 +135,4 @@ def test_large_regions_are_handed_over_one_by_one() -> None:
     grid = Grid((8, 40 << 20), (1, 1 << 20), 1)
     regions = [((n, n + 1), (0, 40 << 20)) for n in range(8)]
 
-    assert 8 == len(lay_out(grid, regions).groups)
+    assert 8 == len(plan_buffer_layout(grid, regions).groups)

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from storesvc.errors import CorruptDataError
 from storesvc.format import ocdbt
 from storesvc.format.chunks import MAX_VALUE, ChunkLocations
-from storesvc.storage.object_bucket import KeySpace, TensorStoreBucket, ValueLocation
+from storesvc.format.ocdbt import ValueLocation
+from storesvc.storage.object_bucket import KeySpace, TensorStoreBucket
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ocdbt"
 

@@ -13,7 +13,7 @@ from storesvc_client._pictures.svg import BLUE, GREEN, ORANGE, PURPLE, RED, text
 from storesvc_client._pictures.timeline import (
     make_lanes,
     placed_names,
-    time_scale,
+    make_time_scale,
     timeline,
 )
 from tests.pictures.models import START, checkpoint, hold, tag
@@ -193,7 +193,7 @@ def test_over_time_distances_are_those_of_the_commits() -> None:
 
 @given(st.floats(1e9, 4e9), st.floats(0, 3e9).map(lambda length: min(length, 3e9)))
 def test_ticks_of_time_are_few_and_within_the_axis(start: float, length: float) -> None:
-    place, ticks = time_scale([start, start + length], 0, 700)
+    place, ticks = make_time_scale([start, start + length], 0, 700)
 
     assert len(ticks) <= 9
     assert all(-1e-6 <= place(at) <= 700 + 1e-6 for at, _ in ticks)
@@ -203,7 +203,7 @@ def test_ticks_of_time_are_few_and_within_the_axis(start: float, length: float) 
 def test_ticks_of_a_day_are_round_hours() -> None:
     start = START.timestamp()
 
-    _, ticks = time_scale([start, start + 86_400], 0, 700)
+    _, ticks = make_time_scale([start, start + 86_400], 0, 700)
 
     assert 4 <= len(ticks)
     assert {":00"} == {label[-3:] for _, label in ticks}

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._api.copying import RunCopy
     from storesvc_client._export.elements import RenameTable
-    from storesvc_client._export.exporting import ExportReport, Layout
+    from storesvc_client._export.exporting import ExportReport, OrbaxLayout
     from storesvc_client._foreign.mount import ForeignRun
     from storesvc_client._job.job import Departures
     from storesvc_client._pictures.svg import Picture
@@ -421,7 +421,7 @@ class Run:
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
         rename: "RenameTable | None" = None,
-        layout: "Layout | None" = None,
+        layout: "OrbaxLayout | None" = None,
         item: str | None = None,
         max_shard_bytes: int | None = None,
         drop_items: bool = False,

@@ -109,7 +109,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Layout:
+class BufferLayout:
     """The memory of a leaf's wanted regions, and the destination of each chunk.
 
     It takes a few bytes for each chunk, of which a leaf may have millions; the goal of
@@ -146,7 +146,7 @@ class Layout:
         return goal
 
 
-def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
+def plan_buffer_layout(grid: Grid, regions: Sequence[Region]) -> BufferLayout:
     """Returns the layout of distinct regions of a leaf."""
     packed = list(_pack_segments(_segments(grid, regions)))
     places = [(n, at) for n, group in enumerate(packed) for at in range(len(group))]
@@ -166,7 +166,7 @@ def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
     order = np.argsort(chunks, kind="stable")
     long = (axis for axis, n in enumerate(grid.chunk_shape) if n > 1)
     axis = next(long, len(grid.chunk_shape) - 1)
-    return Layout(
+    return BufferLayout(
         grid=grid,
         row_axis=axis,
         row_bytes=math.prod(grid.chunk_shape[axis + 1 :]) * grid.itemsize,

@@ -32,7 +32,7 @@ from storesvc_client._doctor.buckets import (
     estimate_cost,
 )
 from storesvc_client._doctor.directory import check_directory
-from storesvc_client._doctor.drill import Place
+from storesvc_client._doctor.drill import DrillRun
 from storesvc_client._doctor.findings import (
     Diagnosis,
     Effort,
@@ -189,7 +189,7 @@ class Examination:
 
     def _check_saves(self, root: str, folder: str) -> int:
         """Makes the drill in a store below a root; returns the bytes that it writes."""
-        place = Place(
+        place = DrillRun(
             target=below(root, f"{folder}store"),
             options={},
             run="doctor/drill",
@@ -210,7 +210,7 @@ class Examination:
         self, address: str, options: Mapping[str, str], *, insecure: bool
     ) -> Diagnosis:
         """Checks a server, and what this client may do there."""
-        place = Place(
+        place = DrillRun(
             target=address,
             options={**options, "insecure": insecure},
             run=f"doctor/{self._id}",

@@ -35,7 +35,7 @@ _START_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DrillRun:
     """A store for the drill, and the run in it."""
 
     target: str
@@ -66,7 +66,7 @@ def make_state(seed: int, size_bytes: int) -> dict[str, Any]:
     }
 
 
-def check_saves(place: Place, measured: dict[str, float]) -> list[Finding]:
+def check_saves(place: DrillRun, measured: dict[str, float]) -> list[Finding]:
     """Saves, kills a save, resumes and restores.
 
     Raises:
@@ -122,7 +122,7 @@ def _time(act: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _kill_a_save(place: Place, client: Client, step: int, *, after: float) -> bool:
+def _kill_a_save(place: DrillRun, client: Client, step: int, *, after: float) -> bool:
     """Kills a process so many seconds after it began to save a step; returns whether
     the step is absent then.
 
@@ -159,7 +159,7 @@ def _kill_a_save(place: Place, client: Client, step: int, *, after: float) -> bo
     return False
 
 
-def check_flip(place: Place, flip: Callable[[], str]) -> list[Finding]:
+def check_flip(place: DrillRun, flip: Callable[[], str]) -> list[Finding]:
     """Saves, and flips a bit of what was stored; verify and the restore must find it.
 
     Args:
@@ -186,7 +186,7 @@ def check_flip(place: Place, flip: Callable[[], str]) -> list[Finding]:
     ]
 
 
-def delete_run(place: Place) -> list[Finding]:
+def delete_run(place: DrillRun) -> list[Finding]:
     """Deletes and purges what the drill saved on a server."""
     try:
         with place.connect() as client:
@@ -204,7 +204,7 @@ def delete_run(place: Place) -> list[Finding]:
 def main() -> None:
     """Saves one step, as the arguments on stdin say."""
     arguments = json.load(sys.stdin)
-    place, step = Place(**arguments["place"]), arguments["step"]
+    place, step = DrillRun(**arguments["place"]), arguments["step"]
     state = place.make_state(step)
     with place.connect() as client:
         run = client.run(place.run)

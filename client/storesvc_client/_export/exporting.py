@@ -31,7 +31,7 @@ from storesvc_client.errors import InvalidRequestError, PreconditionError
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-Layout: TypeAlias = Literal["v0", "v1"]
+OrbaxLayout: TypeAlias = Literal["v0", "v1"]
 """Layout of an Orbax checkpoint: of ``CheckpointManager``, or of ``Checkpointer`` in
 ``orbax.checkpoint.experimental.v1``."""
 
@@ -44,7 +44,7 @@ class ExportOptions:
 
     cast: "DTypeLike | None" = None
     rename: RenameTable | None = None
-    layout: Layout | None = None
+    layout: OrbaxLayout | None = None
     item: str | None = None
     max_shard_bytes: int | None = None
     drop_items: bool = False
@@ -139,7 +139,7 @@ def _check_options(place: str, kind: str, options: ExportOptions) -> None:
     """Rejects options that the format has no use for."""
     checked_flag(f"{place}: drop_items=", options.drop_items)
     if options.layout is not None:
-        checked_choice(f"{place}: layout=", options.layout, Layout)
+        checked_choice(f"{place}: layout=", options.layout, OrbaxLayout)
     shard = options.max_shard_bytes
     if shard is not None and (type(shard) is not int or shard < 1):
         raise InvalidRequestError(

@@ -30,7 +30,7 @@ from storesvc_client._pictures.svg import (
 from storesvc_client._values.models import LeafInfo
 from storesvc_client._views.notebook import heading, table
 from storesvc_client._views.notebook import note as notebook_note
-from storesvc_client._views.plots import Place, Ticks, scale
+from storesvc_client._views.plots import Scale, Ticks, make_scale
 from storesvc_client._views.tables import Column
 from storesvc_client._views.texts import (
     count_text,
@@ -263,7 +263,7 @@ def draw_histogram(
     bottom, right = height - _BOTTOM, width - _RIGHT
     x, x_ticks = _x_axis(histogram, _LEFT, right)
     most = max(histogram.counts)
-    y, y_ticks = scale([0.0, float(most)], bottom, _TOP, whole=True)
+    y, y_ticks = make_scale([0.0, float(most)], bottom, _TOP, whole=True)
     body = [*_draw_axes(x, x_ticks, y, y_ticks, right=right, bottom=bottom)]
     body += _draw_bars(histogram, x, y, bottom)
     name = "symmetric log scale" if histogram.unit else "linear scale"
@@ -278,10 +278,10 @@ def draw_histogram(
     return document(body, label=label, width=width, height=height)
 
 
-def _x_axis(histogram: "Histogram", start: float, end: float) -> tuple[Place, Ticks]:
+def _x_axis(histogram: "Histogram", start: float, end: float) -> tuple[Scale, Ticks]:
     low, high = histogram.edges[0], histogram.edges[-1]
     if low == high:
-        place, ticks = scale([low], start, end, whole=False)
+        place, ticks = make_scale([low], start, end, whole=False)
         return place, [tick for tick in ticks if abs(place(tick[0]) - start) > 1]
     if not histogram.unit:
         return _linear_axis(low, high, start, end)
@@ -299,7 +299,7 @@ def _x_axis(histogram: "Histogram", start: float, end: float) -> tuple[Place, Ti
 
 def _linear_axis(
     low: float, high: float, start: float, end: float
-) -> tuple[Place, Ticks]:
+) -> tuple[Scale, Ticks]:
     # the difference could overflow
     factor = 1.0 if math.isfinite(high - low) else 0.5
     length = high * factor - low * factor
@@ -308,7 +308,7 @@ def _linear_axis(
         share = (value * factor - low * factor) / length
         return start + (end - start) * min(max(share, 0.0), 1.0)
 
-    _, ticks = scale([low, high], start, end, whole=False)
+    _, ticks = make_scale([low, high], start, end, whole=False)
     return place, [tick for tick in ticks if low <= tick[0] <= high]
 
 
@@ -326,7 +326,7 @@ def _powers(low: float, high: float, unit: float) -> Iterator[tuple[float, str]]
 
 
 def _draw_axes(
-    x: Place, x_ticks: Ticks, y: Place, y_ticks: Ticks, *, right: float, bottom: float
+    x: Scale, x_ticks: Ticks, y: Scale, y_ticks: Ticks, *, right: float, bottom: float
 ) -> Iterator[str]:
     """Yields the axes, lines at the ticks, and their texts as far as they fit."""
     for at, label in y_ticks:
@@ -351,7 +351,7 @@ def _draw_axes(
 
 
 def _draw_bars(
-    histogram: "Histogram", x: Place, y: Place, bottom: float
+    histogram: "Histogram", x: Scale, y: Scale, bottom: float
 ) -> Iterator[str]:
     total = sum(histogram.counts)
     edges = zip(histogram.edges[:-1], histogram.edges[1:], strict=True)

@@ -36,7 +36,7 @@ from storesvc_client._pictures.svg import (
     words,
 )
 from storesvc_client._values.models import Checkpoint, HoldInfo, Tag
-from storesvc_client._views.plots import Place, Ticks, scale
+from storesvc_client._views.plots import Scale, Ticks, make_scale
 from storesvc_client._views.texts import count_text, printable, time_text
 
 _GAP: Final = 6.0
@@ -100,8 +100,10 @@ _STEPS: Final = (
 """Seconds between ticks."""
 
 
-def time_scale(times: list[float], start: float, end: float) -> tuple[Place, Ticks]:
-    """Returns the place of a time on an axis, and the ticks with their texts.
+def make_time_scale(
+    times: list[float], start: float, end: float
+) -> tuple[Scale, Ticks]:
+    """Returns the scale and the ticks of an axis of time.
 
     Args:
         times: Times in seconds since 1970, at least one.
@@ -173,7 +175,7 @@ def make_lanes(
     holds: Iterable[HoldInfo],
     damaged: Collection[int],
     at: Callable[[Checkpoint], float],
-    place: Place,
+    place: Scale,
 ) -> list[Lane]:
     """Returns the lanes that have a mark, from the top to the bottom.
 
@@ -211,7 +213,7 @@ def make_lanes(
 def _mark(
     found: Sequence[Checkpoint],
     at: Callable[[Checkpoint], float],
-    place: Place,
+    place: Scale,
     words: _Words,
 ) -> Mark:
     ordered = sorted(found, key=at)
@@ -303,9 +305,9 @@ def timeline(
     positions = [at(one) for one in every]
     start, end = _LEFT + _RADIUS + 2, width - _RIGHT
     if axis == "step":
-        place, ticks = scale(positions, start, end, whole=True)
+        place, ticks = make_scale(positions, start, end, whole=True)
     else:
-        place, ticks = time_scale(positions, start, end)
+        place, ticks = make_time_scale(positions, start, end)
     body, top = list[str](), _TOP
     if metric:
         body += _metric(every, metric, at, place, (top, width))
@@ -350,7 +352,7 @@ def _label(
 
 
 def _axis(
-    place: Place, ticks: Ticks, axis: Axis, *, bottom: float, width: float
+    place: Scale, ticks: Ticks, axis: Axis, *, bottom: float, width: float
 ) -> Iterator[str]:
     """Yields the axis at the bottom, and a line through all lanes at each tick."""
     yield line(_LEFT, bottom, width - _RIGHT, bottom)
@@ -439,7 +441,7 @@ def _metric(
     every: Sequence[Checkpoint],
     metric: str,
     at: Callable[[Checkpoint], float],
-    place: Place,
+    place: Scale,
     corner: tuple[float, float],
 ) -> Iterator[str]:
     """Yields the plot of a metric: its axis, lines between gaps, and dots while there
@@ -453,7 +455,7 @@ def _metric(
     if not drawn:
         yield words(f"no finite value of {name}", _LEFT + 8, top + _METRIC / 2)
         return
-    y, ticks = scale(drawn, bottom - 4, top + 4, whole=False)
+    y, ticks = make_scale(drawn, bottom - 4, top + 4, whole=False)
     for value, label in ticks:
         yield line(_LEFT, y(value), width - _RIGHT, y(value), opacity=0.25)
         text = label if text_width(label) < _LEFT - 8 else f"{value:.2g}"

@@ -340,7 +340,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Tiling:
     """Tiles and groups; a group comes before the groups within it."""
 
     tiles: tuple[Tile, ...]
@@ -414,7 +414,7 @@ class _Part:
         )
 
 
-def place_tiles(leaves: Iterable[LeafInfo], whole: Rectangle, *, most: int) -> Layout:
+def place_tiles(leaves: Iterable[LeafInfo], whole: Rectangle, *, most: int) -> Tiling:
     """Returns the layout of a treemap.
 
     Args:
@@ -452,7 +452,7 @@ def place_tiles(leaves: Iterable[LeafInfo], whole: Rectangle, *, most: int) -> L
             heappush(waiting, (-at.area, number, below, child, at, opens))
             waiting_bytes += child.size_bytes
             opens = ""
-    return Layout(
+    return Tiling(
         tiles=tuple(tiles), groups=tuple(groups), empty_count=len(every) - len(seen)
     )
 

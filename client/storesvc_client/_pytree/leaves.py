@@ -76,7 +76,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Layout:
+class ChunkLayout:
     """Pieces of all chunks of a leaf."""
 
     pieces: Sequence[Sequence[Piece]]
@@ -100,7 +100,7 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def plan_layout(grid: Grid, blocks: tuple[Region, ...]) -> Layout:
+def plan_chunk_layout(grid: Grid, blocks: tuple[Region, ...]) -> ChunkLayout:
     """Returns the layout of a leaf.
 
     Args:
@@ -119,7 +119,7 @@ def plan_layout(grid: Grid, blocks: tuple[Region, ...]) -> Layout:
         found.sort(key=lambda piece: [s.start for s in piece.target])
         pieces.append(tuple(found))
         is_padded.append(_lengths(region) != grid.chunk_shape)
-    return Layout(
+    return ChunkLayout(
         pieces=tuple(pieces),
         is_padded=tuple(is_padded),
         is_joined=grid.count == 1 and not is_padded[0] and _are_joined(pieces[0]),

@@ -39,14 +39,14 @@ from storesvc_client._job.assignment import (
 from storesvc_client._job.job import Job
 from storesvc_client._pytree.containers import pack_containers
 from storesvc_client._pytree.leaves import (
+    ChunkLayout,
     EncodedLeaf,
-    Layout,
     NamedLeaf,
     Signature,
     as_array,
     check_values,
     named_leaves,
-    plan_layout,
+    plan_chunk_layout,
     saved_sharding,
     storable,
     with_encoded,
@@ -70,7 +70,7 @@ class LeafPlan:
     devices: tuple[jax.Device, ...] | None
     """Devices whose shards are the blocks, without replicas; None: the whole leaf is
     the one block."""
-    layout: Layout
+    layout: ChunkLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -133,7 +133,7 @@ def with_items(
                 chunk_shape=chunk_shape,
             )
         )
-        layout = plan_layout(Grid(shape, chunk_shape, 1), (whole(shape),))
+        layout = plan_chunk_layout(Grid(shape, chunk_shape, 1), (whole(shape),))
         dtype = DTYPES["uint8"]
         plans.append(LeafPlan(dtype=dtype, is_key=False, devices=None, layout=layout))
     tree = Tree((*plan.tree.leaves, *rows), plan.tree.structure)
@@ -315,7 +315,9 @@ def _cut(value: Any, found: Signature, job: Job | None) -> _Cut:
         dtype=dtype,
         is_key=found.kind == pb.LEAF_KIND_PRNG_KEY,
         devices=devices,
-        layout=plan_layout(Grid(found.shape, chunk_shape, dtype.itemsize), blocks),
+        layout=plan_chunk_layout(
+            Grid(found.shape, chunk_shape, dtype.itemsize), blocks
+        ),
     )
     return _Cut(
         held=held,

@@ -29,12 +29,12 @@ from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc_client._chunks.buffers import (
     Buffer,
+    BufferLayout,
     Bytes,
     Goal,
-    Layout,
     NDArrayAny,
     Span,
-    lay_out,
+    plan_buffer_layout,
 )
 from storesvc_client._chunks.memory import allocate
 from storesvc_client._telemetry.progress import Meter
@@ -59,7 +59,7 @@ class _Chunk:
     """A chunk that is not complete yet."""
 
     goal: Goal
-    layout: Layout
+    layout: BufferLayout
     buffers: Sequence[Buffer]
     """Buffers of its leaf."""
     into: Bytes | None = None
@@ -153,14 +153,14 @@ class Assembly:
         self._chunks: dict[int, _Chunk] = {}
         """Such chunks: all chunks of leaves with few chunks, and the chunks of other
         leaves whose reading has begun."""
-        self._parts: dict[int, tuple[Layout, Sequence[Buffer]]] = {}
+        self._parts: dict[int, tuple[BufferLayout, Sequence[Buffer]]] = {}
         """Layout and buffers of each row."""
-        layouts: dict[tuple[int, tuple[Region, ...]], Layout] = {}
+        layouts: dict[tuple[int, tuple[Region, ...]], BufferLayout] = {}
         first_chunk = tree.first_chunk.tolist()
         for row, regions in wanted:
             grid, key = tree.grids[row], (id(tree.grids[row]), tuple(regions))
             if key not in layouts:
-                layouts[key] = lay_out(grid, regions)
+                layouts[key] = plan_buffer_layout(grid, regions)
             self._plan(row, layouts[key], first_chunk[row])
         self._lengths: list[int] = tree.stored_lengths.tolist()
         self._unreported_bytes = 0
@@ -514,7 +514,7 @@ class Assembly:
         reads = f"it reads {part}; " if part else ""
         return reads + (self.outstanding or "it has read all")
 
-    def _plan(self, row: int, layout: Layout, first: int) -> None:
+    def _plan(self, row: int, layout: BufferLayout, first: int) -> None:
         dtype = DTYPES[self._manifest.tree.leaves[row].dtype]
         buffers = []
         for group in layout.groups:

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from storesvc_client._export.elements import RenameTable, Source
-    from storesvc_client._export.exporting import ExportReport, Layout
+    from storesvc_client._export.exporting import ExportReport, OrbaxLayout
     from storesvc_client._pytree.restore_target import Target
     from storesvc_client._values.options import Rules
 
@@ -457,7 +457,7 @@ class OpenCheckpoint(OpenTree):
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
         rename: "RenameTable | None" = None,
-        layout: "Layout | None" = None,
+        layout: "OrbaxLayout | None" = None,
         item: str | None = None,
         max_shard_bytes: int | None = None,
         drop_items: bool = False,

@@ -11,8 +11,8 @@ Example:
 
 An axis has ticks at round numbers:
 
-    >>> place, ticks = scale([0.0, 100.0], 0.0, 700.0, whole=True)
-    >>> place(50.0)
+    >>> scale, ticks = make_scale([0.0, 100.0], 0.0, 700.0, whole=True)
+    >>> scale(50.0)
     350.0
     >>> [label for _, label in ticks]
     ['0', '20', '40', '60', '80', '100']
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from storesvc_client._values.models import Checkpoint
 
 
-Place: TypeAlias = Callable[[float], float]
+Scale: TypeAlias = Callable[[float], float]
 """Returns the place of a value on an axis."""
 
 Ticks: TypeAlias = Sequence[tuple[float, str]]
@@ -46,10 +46,10 @@ _TICKS: Final = 7
 _MAX: Final = 1e300
 
 
-def scale(
+def make_scale(
     values: Sequence[float], start: float, end: float, *, whole: bool
-) -> tuple[Place, Ticks]:
-    """Returns the place of a value on an axis, and the ticks with their texts.
+) -> tuple[Scale, Ticks]:
+    """Returns the scale and the ticks of an axis.
 
     Args:
         values: The values, all finite; those beyond 1e300 are drawn at the edge.
@@ -223,15 +223,15 @@ def _drawing(title: str, points: Sequence[Point]) -> str:
         parts.append(f'<text x="{_LEFT}" y="{_HEIGHT / 2}">no finite value</text>')
         return "".join([*parts, "</svg>"])
     steps = [float(step) for step, _ in points]
-    x, x_ticks = scale(steps, _LEFT, _WIDTH - _RIGHT, whole=True)
+    x, x_ticks = make_scale(steps, _LEFT, _WIDTH - _RIGHT, whole=True)
     values = [value for _, value in drawn]
-    y, y_ticks = scale(values, _HEIGHT - _BOTTOM, _TOP, whole=False)
+    y, y_ticks = make_scale(values, _HEIGHT - _BOTTOM, _TOP, whole=False)
     parts += _axes(x, x_ticks, y, y_ticks)
     parts += _line(points, x, y, dots=len(drawn) <= _MANY)
     return "".join([*parts, "</svg>"])
 
 
-def _axes(x: Place, x_ticks: Ticks, y: Place, y_ticks: Ticks) -> list[str]:
+def _axes(x: Scale, x_ticks: Ticks, y: Scale, y_ticks: Ticks) -> list[str]:
     """Returns axes, lines at the ticks, and their texts."""
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = []
@@ -265,7 +265,7 @@ def _segment(
     )
 
 
-def _line(points: Sequence[Point], x: Place, y: Place, *, dots: bool) -> list[str]:
+def _line(points: Sequence[Point], x: Scale, y: Scale, *, dots: bool) -> list[str]:
     """Returns a line for each part between gaps, and the dots."""
     parts, stretch = [], list[tuple[int, float]]()
     for step, value in [*points, (0, None)]:

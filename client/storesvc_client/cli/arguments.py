@@ -20,14 +20,14 @@ from storesvc_client.cli.paths import (
     ForeignOptions,
     LeafPath,
     NamespacePath,
-    Place,
+    QualifiedPath,
     RunPath,
     StorePart,
     StorePath,
     is_foreign,
     parse_foreign_path,
     parse_path,
-    parse_place,
+    parse_qualified_path,
     parse_target,
 )
 
@@ -57,10 +57,10 @@ def readable_checkpoint(text: str) -> CheckpointPath | LeafPath:
     return _checkpoint(text, readable_path(text))
 
 
-def copied_place(text: str) -> Place:
+def copied_place(text: str) -> QualifiedPath:
     """Returns a namespace, a run or a checkpoint, and its store."""
     try:
-        return parse_place(text)
+        return parse_qualified_path(text)
     except InvalidNameError as e:
         raise click.BadParameter(str(e)) from e
 

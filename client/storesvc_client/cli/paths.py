@@ -26,7 +26,7 @@ A place is a run or a checkpoint, and the store that has it:
 The address of a store and a path in it are separated by "//", which no run, step or tag
 contains; a context and a path by ":", which none of them contains either.
 
->>> parse_place("lab:prod/llama-8b@best").store
+>>> parse_qualified_path("lab:prod/llama-8b@best").store
 ContextName(name='lab')
 
 ``ForeignStore`` opens checkpoints of other projects, for commands that read them as
@@ -289,21 +289,21 @@ StorePart: TypeAlias = ContextName | StoreTarget | None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QualifiedPath:
     """A namespace, a run or a checkpoint of a store."""
 
     store: StorePart
     path: NamespacePath | RunPath | CheckpointPath
 
 
-def parse_place(text: str) -> Place:
+def parse_qualified_path(text: str) -> QualifiedPath:
     """Returns the place that a text names.
 
     Raises:
         InvalidNameError: The text does not have one of the forms.
     """
     try:
-        return _parse_place(text)
+        return _parse_qualified_path(text)
     except InvalidNameError as e:  # a context may have the name of a format
         if not is_foreign(text):
             raise
@@ -313,7 +313,7 @@ def parse_place(text: str) -> Place:
         ) from e
 
 
-def _parse_place(text: str) -> Place:
+def _parse_qualified_path(text: str) -> QualifiedPath:
     address, slashes, path = text.rpartition("//")
     if slashes:
         if not address or address.endswith((":", "/")):
@@ -321,12 +321,14 @@ def _parse_place(text: str) -> Place:
                 f"place {text!r}: expected a run after the store, such as "
                 f"{text.rstrip('/')}//prod/llama-8b"
             )
-        return Place(StoreTarget(parse_target(address)), _parse_path(path, text))
+        return QualifiedPath(
+            StoreTarget(parse_target(address)), _parse_path(path, text)
+        )
     context, colon, path = text.partition(":")
     if colon and "/" not in context and "@" not in context:
         check_id(context, "context")
-        return Place(ContextName(context), _parse_path(path, text))
-    return Place(None, _parse_path(text, text))
+        return QualifiedPath(ContextName(context), _parse_path(path, text))
+    return QualifiedPath(None, _parse_path(text, text))
 
 
 def _parse_path(text: str, whole: str) -> NamespacePath | RunPath | CheckpointPath:

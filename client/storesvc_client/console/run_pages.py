@@ -34,7 +34,7 @@ from storesvc_client import (
     format_policy,
     parse_policy,
 )
-from storesvc_client._views.plots import scale
+from storesvc_client._views.plots import make_scale
 from storesvc_client._views.texts import json_value, order_metrics
 from storesvc_client.console.rendering import (
     RUNS,
@@ -215,7 +215,7 @@ def show_run(visit: Visit) -> Page:
         deleted += run.checkpoints(deleted=True, on_damage=damaged.append)
     steps = [checkpoint.step for checkpoint in (*checkpoints, *deleted)]
     span = (min(steps), max(steps)) if steps else None  # of all plots
-    _, ticks = scale(span or (0, 0), 0.0, 1.0, whole=True)
+    _, ticks = make_scale(span or (0, 0), 0.0, 1.0, whole=True)
     return Page(
         template="run.html",
         title=run.name,

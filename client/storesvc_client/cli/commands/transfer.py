@@ -28,7 +28,7 @@ from storesvc_client.cli.paths import (
     ForeignOptions,
     LeafPath,
     NamespacePath,
-    Place,
+    QualifiedPath,
     RunPath,
     parse_foreign_path,
 )
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 def cp(
     connection: Connection,
     *,
-    source: Place,
-    target: Place,
+    source: QualifiedPath,
+    target: QualifiedPath,
     steps: Sequence[int] | None,
     no_tags: bool,
     move_tags: bool,
@@ -125,7 +125,7 @@ def cp(
 
 
 def _list_pairs(
-    reading: "Client", source: Place, target: Place
+    reading: "Client", source: QualifiedPath, target: QualifiedPath
 ) -> list[tuple[str, str]]:
     """Returns the names of the runs to copy, and of those that they become."""
     match source.path, target.path:
@@ -141,7 +141,7 @@ def _list_pairs(
 def _copy_checkpoints(
     run: "Run",
     other: "Run",
-    source: Place,
+    source: QualifiedPath,
     steps: Sequence[int] | None,
     *,
     tags: bool,

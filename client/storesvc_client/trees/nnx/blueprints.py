@@ -352,7 +352,7 @@ def place_like_parameters(
 PARTS: Final = ("graphstate", "graphother")
 """Parts of a state that hold Variables."""
 
-Place: TypeAlias = tuple[str, GraphPath]
+VariablePath: TypeAlias = tuple[str, GraphPath]
 """Part of the state that holds a Variable, and its path in that part."""
 
 ModelLike: TypeAlias = Any
@@ -517,7 +517,7 @@ def _place_by_names(state: GraphState) -> GraphState:
     return placed
 
 
-def join_parts(leaves: Iterable[tuple[Place, Any]]) -> dict[str, GraphState]:
+def join_parts(leaves: Iterable[tuple[VariablePath, Any]]) -> dict[str, GraphState]:
     """Returns the parts of a state that hold these leaves at their places."""
     parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
     for (part, path), leaf in leaves:

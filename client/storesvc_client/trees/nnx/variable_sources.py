@@ -40,7 +40,7 @@ from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.blueprints import (
     PARTS,
     Blueprint,
-    Place,
+    VariablePath,
     join_parts,
     leaf_shape,
     stand_in,
@@ -190,11 +190,11 @@ class Sources:
     """Source of each Variable of a blueprint."""
 
     blueprint: Blueprint
-    held: Mapping[Place, str]
+    held: Mapping[VariablePath, str]
     """Variables in the checkpoint, with the part that holds them there."""
-    recreated: Mapping[Place, Any]
+    recreated: Mapping[VariablePath, Any]
     """Counts and keys to recreate, abstract."""
-    initialised: Mapping[Place, Any]
+    initialised: Mapping[VariablePath, Any]
     """Variables to initialise, abstract."""
 
     @classmethod
@@ -212,9 +212,9 @@ class Sources:
             initialising: True if missing Variables may be initialised, or be in the
                 other part.
         """
-        held: dict[Place, str] = {}
-        recreated: dict[Place, Any] = {}
-        initialised: dict[Place, Any] = {}
+        held: dict[VariablePath, str] = {}
+        recreated: dict[VariablePath, Any] = {}
+        initialised: dict[VariablePath, Any] = {}
         for place, leaf in _variables(blueprint):
             part, path = place
             if _holds(keys, part, path, leaf):
@@ -272,7 +272,7 @@ class Sources:
         mesh: Mesh | None,
         rules: "Rules | Literal['recorded'] | None",
         indivisible: Indivisible,
-    ) -> dict[Place, Any]:
+    ) -> dict[VariablePath, Any]:
         if not self.initialised:
             return {}
         make = self.blueprint.make
@@ -394,7 +394,7 @@ def _saved_key_form(like: jax.ShapeDtypeStruct, leaf: LeafInfo) -> Any:
     return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding)
 
 
-def _variables(blueprint: Blueprint) -> Iterator[tuple[Place, Any]]:
+def _variables(blueprint: Blueprint) -> Iterator[tuple[VariablePath, Any]]:
     for part in PARTS:
         for path, leaf in graph_leaves(getattr(blueprint, part)).items():
             yield (part, path), leaf
@@ -418,7 +418,7 @@ def _like(made: Any, wanted: Any) -> Any:
 
 
 def _shardings(
-    variables: Mapping[Place, Any],
+    variables: Mapping[VariablePath, Any],
     mesh: Mesh | None,
     rules: "Rules | Literal['recorded'] | None",
     indivisible: Indivisible,

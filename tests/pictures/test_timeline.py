@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from storesvc_client._pictures.svg import BLUE, GREEN, ORANGE, PURPLE, RED, text_width
 from storesvc_client._pictures.timeline import (
     make_lanes,
-    placed_names,
     make_time_scale,
+    placed_names,
     timeline,
 )
 from tests.pictures.models import START, checkpoint, hold, tag

@@ -1,8 +1,9 @@
 """Turns a pytree into named leaves, and rejects leaves that cannot be stored.
 
 The key of a leaf is ``tree_path_to_string(path, sep="/")`` with each part escaped, so
-that every path has exactly one key. Leaves that a checkpoint cannot hold are rejected
-here, before anything is sent, in one error that lists all of them.
+that every path has exactly one key; ``KeyCache.find`` computes it. Leaves that a
+checkpoint cannot hold are rejected here, before anything is sent, in one error that
+lists all of them.
 
 The layout of a leaf is the shard and offset of each part of each of its chunks. Leaves
 with one shape and one sharding share a layout. It is computed once and reused by every

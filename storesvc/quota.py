@@ -247,7 +247,16 @@ class Quotas:
         for scope, kind, amount in self._held.pop(call.request_id, ()):
             self._scope(scope).running[kind] -= amount
         if call.method == "BeginUpload":
-            self._end_begin(call, error)
+            # A failed call takes its upload back, unless another has begun the same.
+            for key, calls in [*self._begun.items()]:
+                if call.request_id not in calls:
+                    continue
+                calls.remove(call.request_id)
+                if error is None or not calls:
+                    del self._begun[key]
+                if error is not None and not calls:
+                    scope, upload = key
+                    self._scope(scope).uploads.pop(upload, None)
         elif call.method in ("CommitUpload", "AbortUpload") and error is None:
             for counted in self._scopes.values():
                 counted.end(call.detail.get("name", ""))
@@ -413,18 +422,6 @@ class Quotas:
         uploads[upload].last = now
         if (begun := self._begun.get((scope, upload))) is not None:
             begun.add(call.request_id)
-
-    def _end_begin(self, call: Call, error: BaseException | None) -> None:
-        """Takes back the upload of a failed call, unless another has begun the same."""
-        for key, calls in [*self._begun.items()]:
-            if call.request_id not in calls:
-                continue
-            calls.remove(call.request_id)
-            if error is None or not calls:
-                del self._begun[key]
-            if error is not None and not calls:
-                scope, upload = key
-                self._scope(scope).uploads.pop(upload, None)
 
     def _storage_rule(self, namespace: str) -> QuotaRule | None:
         rule = find_rule(self._rules()[0], namespace)

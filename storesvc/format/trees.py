@@ -278,7 +278,15 @@ def pack_leaves(tree: Tree) -> Iterator[bytes]:
         )
         if at == 0:
             part.dtypes.extend(dtypes)
-            part.shardings.extend(_pack_sharding(s) for s in shardings if s)
+            part.shardings.extend(
+                pb.Sharding(
+                    axis_names=s.axis_names,
+                    axis_sizes=s.axis_sizes,
+                    spec=[pb.DimensionAxes(axes=axes) for axes in s.spec],
+                )
+                for s in shardings
+                if s
+            )
             part.prng_impls.extend(s for s in impls if s)
         yield part.SerializeToString(deterministic=True)
     for at in range(0, len(tree.structure), _STRUCTURE_PIECE_BYTES):
@@ -450,14 +458,6 @@ def _number_values(values: Iterable[H | None]) -> dict[H | None, int]:
     for value in values:
         numbers.setdefault(value, len(numbers))
     return numbers
-
-
-def _pack_sharding(sharding: SavedSharding) -> pb.Sharding:
-    return pb.Sharding(
-        axis_names=sharding.axis_names,
-        axis_sizes=sharding.axis_sizes,
-        spec=[pb.DimensionAxes(axes=axes) for axes in sharding.spec],
-    )
 
 
 def _unpack_sharding(sharding: pb.Sharding) -> SavedSharding:

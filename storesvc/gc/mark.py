@@ -282,7 +282,11 @@ def mark(
         past_retries=past_retries,
         named=named,
         sharing={file.partition("/")[0] for file in named},
-        predecessors=_predecessors(state, known),
+        predecessors={
+            state.records[upload].predecessor
+            for upload, fate in known.items()
+            if fate.state is State.LIVE and upload in state.records
+        },
         listed=set(state.listed),
         recorded=_recorded_steps(state),
     )
@@ -335,15 +339,6 @@ def _owner_fate(slot: pb.CheckpointRecord) -> Fate:
             return Fate(state=State.LIVE, slot=slot, since=moment(slot.create_time))
         case state:
             assert_never(state)
-
-
-def _predecessors(state: RunState, known: Mapping[str, Fate]) -> set[str]:
-    """Returns the uploads that live ones took over from (rule 1)."""
-    return {
-        state.records[upload].predecessor
-        for upload, fate in known.items()
-        if fate.state is State.LIVE and upload in state.records
-    }
 
 
 def _recorded_steps(state: RunState) -> set[int]:

@@ -50,18 +50,15 @@ class SendPacer:
 
     def __init__(self) -> None:
         self._queue = asyncio.Lock()
-        self._is_taken = False
+        self._taken = asyncio.Event()
 
     async def wait_turn(self) -> None:
         """Waits for an iteration of the event loop in which nothing was sent yet."""
         async with self._queue:
-            if self._is_taken:
-                await asyncio.sleep(0)  # the next iteration, which begins with _free
-            self._is_taken = True
-            asyncio.get_running_loop().call_soon(self._free)
-
-    def _free(self) -> None:
-        self._is_taken = False
+            if self._taken.is_set():
+                await asyncio.sleep(0)  # the next iteration, which begins with clear
+            self._taken.set()
+            asyncio.get_running_loop().call_soon(self._taken.clear)
 
 
 class Sender:

@@ -427,7 +427,11 @@ def _check_rule(place: str, policy: pb.RetentionPolicy) -> None:
         case "any" | "all":
             _check_members(at, policy)
         case "not":
-            _check_negated(at, negated_policy(policy))
+            for member, part in _parts(negated_policy(policy), (at,)):
+                if part.WhichOneof("rule") in _CHOICES:
+                    wanted = "rules that look at one checkpoint at a time"
+                    advice = "leave it out of what is negated"
+                    raise _invalid(member, wanted, describe(part), advice)
         case "tagged" | "pinned":
             pass
         case rule:
@@ -462,14 +466,6 @@ def _check_members(at: str, policy: pb.RetentionPolicy) -> None:
     if not least <= count <= MAX_POLICIES:
         wanted = f"1 to {MAX_POLICIES} policies"
         raise _invalid(at, wanted, str(count), _SHORTEN if count else "give one")
-
-
-def _check_negated(at: str, policy: pb.RetentionPolicy) -> None:
-    for place, part in _parts(policy, (at,)):
-        if part.WhichOneof("rule") in _CHOICES:
-            expected = "rules that look at one checkpoint at a time"
-            advice = "leave it out of what is negated"
-            raise _invalid(place, expected, describe(part), advice)
 
 
 def _check_count(place: str, count: int) -> None:

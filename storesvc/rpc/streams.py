@@ -166,9 +166,19 @@ class MessageBudget:
         size_bytes = min(size_bytes, self._peer_bytes - share.size_bytes)
         share.waits = True
         try:
-            while (short := self._short_bytes(share, size_bytes)) > 0:
+            while True:
+                short = size_bytes + max(
+                    self.held_bytes - self._limit_bytes,
+                    self._held_by_peer(share.peer) - self._peer_bytes,
+                )
+                if short <= 0:
+                    break
                 self._cut_slow(short, clock())
-                if clock() >= until or self._is_stuck(share):
+                # If all streams wait for each other, the one that holds least gives up.
+                is_stuck = all(s.waits for s in self._shares) and share == min(
+                    self._shares, key=lambda s: (s.size_bytes, id(s))
+                )
+                if clock() >= until or is_stuck:
                     raise LimitExceededError(
                         f"the server keeps at most {self._limit_bytes} bytes of "
                         f"{self._purpose} in memory, and other clients use all of "
@@ -179,13 +189,6 @@ class MessageBudget:
         finally:
             share.waits = False
         share.size_bytes += size_bytes
-
-    def _short_bytes(self, share: Share, size_bytes: int) -> int:
-        """Returns how many bytes are missing; 0 or less: none."""
-        return size_bytes + max(
-            self.held_bytes - self._limit_bytes,
-            self._held_by_peer(share.peer) - self._peer_bytes,
-        )
 
     def _held_by_peer(self, peer: str) -> int:
         return sum(s.size_bytes for s in self._shares if s.peer == peer)
@@ -204,12 +207,6 @@ class MessageBudget:
                 return
             coming += share.size_bytes
             share.cut()
-
-    def _is_stuck(self, share: Share) -> bool:
-        """Returns whether all streams wait for each other, and this one holds least."""
-        return all(s.waits for s in self._shares) and share == min(
-            self._shares, key=lambda s: (s.size_bytes, id(s))
-        )
 
 
 STALL_SECONDS: Final = 60.0

@@ -198,7 +198,14 @@ class BatchAdmission:
 
     def _grant(self) -> None:
         while self._waiting and self.free > 0:
-            permit = min(self._waiting, key=self._rank)
+            permit = min(
+                self._waiting,
+                key=lambda p: (
+                    self._served.get((p.peer,), 0),
+                    self._served.get((p.peer, p.namespace), 0),
+                    p.since,
+                ),
+            )
             self._waiting.remove(permit)
             self._held.add(permit)
             permit.granted.set_result(None)
@@ -208,13 +215,6 @@ class BatchAdmission:
         # Forget peers without a stream, so that the table stays small.
         present = {(p.peer,) for p in (*self._waiting, *self._held)}
         self._served = {k: v for k, v in self._served.items() if k[:1] in present}
-
-    def _rank(self, permit: Permit) -> tuple[int, int, float]:
-        return (
-            self._served.get((permit.peer,), 0),
-            self._served.get((permit.peer, permit.namespace), 0),
-            permit.since,
-        )
 
     def _recall_slow(self, now: float) -> None:
         """Recalls one slow client's permit for each stream that waited too long."""

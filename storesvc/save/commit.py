@@ -224,7 +224,13 @@ class Commits:
         #    while the objects are written, which would save a bucket's round trip: the
         #    announcements of commits that fail there would hold watches up.
         await reach(Failpoint.COMMIT_BEFORE_ANNOUNCEMENT)
-        number = await self._announce(name, record.step)
+        announcement = pb.Announcement(
+            kind=pb.Announcement.KIND_COMMIT,
+            run=name.run.run,
+            step=record.step,
+            upload=name.upload,
+        )
+        number = await self._journal.announce(name.run.namespace, announcement)
         # 4. From this write on the checkpoint exists. The condition fails if the slot
         #    was taken over, or if another call of this commit was faster.
         committed = self._committed_record(slot, record, made, number)
@@ -382,17 +388,6 @@ class Commits:
                 f"({first}); send them, finish, then commit again",
                 missing=str(len(lost)),
             )
-
-    async def _announce(self, name: UploadName, step: int) -> int:
-        return await self._journal.announce(
-            name.run.namespace,
-            pb.Announcement(
-                kind=pb.Announcement.KIND_COMMIT,
-                run=name.run.run,
-                step=step,
-                upload=name.upload,
-            ),
-        )
 
     def _committed_record(
         self,

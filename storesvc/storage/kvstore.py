@@ -56,22 +56,18 @@ async def open_storage(root: str) -> OpenedStorage:
         with endpoint_in_environment(storage):
             opening = ts.KvStore.open(dict(storage.spec), context=context)
         store = await answer(storage, await_future(opening))
-    # 3. Credentials and bucket of S3.
+    # 3. Credentials and bucket of S3: reads from one that does not exist would find
+    #    nothing.
     if storage.is_s3:
         extra = await S3Deletes.for_storage(storage)
-        await _check_bucket(storage, store)
+        with translate_errors(storage, ""):
+            try:
+                await answer(storage, names(store, _NOWHERE))
+            except ValueError as e:
+                if not str(e).startswith("NOT_FOUND"):
+                    raise
+                raise no_bucket(storage) from e
     return OpenedStorage(storage, store, context, extra)
-
-
-async def _check_bucket(storage: Storage, root: ts.KvStore) -> None:
-    """Rejects a bucket on S3 that does not exist: reads from it would find nothing."""
-    with translate_errors(storage, ""):
-        try:
-            await answer(storage, names(root, _NOWHERE))
-        except ValueError as e:
-            if not str(e).startswith("NOT_FOUND"):
-                raise
-            raise no_bucket(storage) from e
 
 
 _CONFLICT: Final = b""

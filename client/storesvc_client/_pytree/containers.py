@@ -65,7 +65,11 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
                 continue  # such a key cannot be written, and no leaf is below it
         children = list(_children(node))
         if (children or what) and not _is_plain(node):
-            unknown.append(f"{_key(keys, path)}: {type(node).__name__}")
+            try:
+                key = keys.find(path)[0] or "the tree itself"
+            except UnsupportedLeafError:
+                key = "a container"
+            unknown.append(f"{key}: {type(node).__name__}")
         left += [
             ((*path, *below), child)
             for below, child in children
@@ -82,14 +86,6 @@ def _is_plain(node: Any) -> bool:
     if type(node) is dict:
         return all(type(key) in (str, int) for key in node)
     return type(node) in EMPTY
-
-
-def _key(keys: KeyCache, path: tuple[Any, ...]) -> str:
-    """Returns the key of a container, for a message."""
-    try:
-        return keys.find(path)[0] or "the tree itself"
-    except UnsupportedLeafError:
-        return "a container"
 
 
 def _what(node: Any) -> str:

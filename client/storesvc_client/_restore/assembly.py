@@ -299,22 +299,20 @@ class Assembly:
             for ordinal in ordinals:
                 chunk = self._chunk(ordinal)
                 for group in chunk.goal.groups:
-                    taken += self._begun(chunk.buffers[group])
+                    buffer = chunk.buffers[group]
+                    try:
+                        taken += buffer.begin(self.allocate)
+                    except MemoryError:
+                        key = self._manifest.tree.leaves[buffer.row].key
+                        raise LimitError(
+                            f"{self._name} leaf {key!r}: expected to allocate "
+                            f"{buffer.group.size_bytes} bytes of host memory, got "
+                            "none; restore fewer leaves at a time (select=), use a "
+                            "mesh of more processes, or a host with more memory"
+                        ) from None
             self.held_bytes += taken
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return taken
-
-    def _begun(self, buffer: Buffer) -> int:
-        try:
-            return buffer.begin(self.allocate)
-        except MemoryError:
-            key = self._manifest.tree.leaves[buffer.row].key
-            raise LimitError(
-                f"{self._name} leaf {key!r}: expected to allocate "
-                f"{buffer.group.size_bytes} bytes of host memory, got none; restore "
-                "fewer leaves at a time (select=), use a mesh of more processes, or a "
-                "host with more memory"
-            ) from None
 
     def count_fitting(self, ordinals: Sequence[int], limit: int) -> int:
         """Returns how many of the first chunks may be in flight together without

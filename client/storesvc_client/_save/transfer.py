@@ -14,8 +14,7 @@ A transfer that fails leaves its upload to the next one of the step, and the col
 removes it when its lease has expired.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Final, Protocol
@@ -172,15 +171,23 @@ def transfer(
             meter,
             upload.named(),
             Threads(2, f"storesvc-transfer-{description.step}") as threads,
-            _ended_by_interrupts(slab_queue),  # from before the threads begin
         ):
-            writing = threads.submit(upload.write, "")
-            filling = threads.submit(_fill, upload, filler, slab_queue, known, meter)
-            writing.result()  # raises the error of reading, too
-            filling.result()
-            if known is not None:
-                _check_sums(str(description), plan.tree, known, upload.sums)
-            return upload.commit()
+            try:
+                writing = threads.submit(upload.write, "")
+                filling = threads.submit(
+                    _fill, upload, filler, slab_queue, known, meter
+                )
+                writing.result()  # raises the error of reading, too
+                filling.result()
+                if known is not None:
+                    _check_sums(str(description), plan.tree, known, upload.sums)
+                return upload.commit()
+            except Exception:
+                raise
+            except BaseException:  # Ctrl-C ends both parts
+                # an error of the store, so that the upload is kept and resumed
+                slab_queue.fail(UnavailableError("the transfer was interrupted"))
+                raise
     finally:
         pool.clear()
 
@@ -202,19 +209,6 @@ def _fill(
         slab_queue.fail(e)
         raise
     slab_queue.end()
-
-
-@contextmanager
-def _ended_by_interrupts(slab_queue: SlabQueue) -> Generator[None]:
-    """Ends both parts of a transfer at Ctrl-C in the context."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException:
-        # an error of the store, so that the upload is kept and resumed
-        slab_queue.fail(UnavailableError("the transfer was interrupted"))
-        raise
 
 
 def _check_sums(name: str, tree: Tree, known: Sums, stored: Sums) -> None:

@@ -439,11 +439,26 @@ class LentStore:
         return f"{self._storage.spec['path']}{path}"
 
     def _objects(self, lent: Lent) -> "Objects":
-        """Returns the client of a credential."""
-        opened = self._opened
-        if opened is None or opened[0] is not lent:
-            self._opened = opened = lent, _open_client(self._storage, lent)
-        return opened[1]
+        """Returns a client with exactly this credential, and no search for others."""
+        if self._opened is not None and self._opened[0] is lent:
+            return self._opened[1]
+        client: Objects
+        match lent.secret:
+            case GcsSecret(token=token):
+                google: GCSCredential = {"token": token, "expires_at": None}
+                client = gcs_objects(self._storage, lambda: google)
+            case S3Secret() as keys:
+                amazon: S3Credential = {
+                    "access_key_id": keys.access_key_id,
+                    "secret_access_key": keys.secret_access_key,
+                    "token": keys.session_token,
+                    "expires_at": None,
+                }
+                client = s3_objects(self._storage, lambda: amazon)
+            case secret:
+                assert_never(secret)
+        self._opened = lent, client
+        return client
 
     def _error(self, path: str, cause: Exception) -> Exception:
         reason = error_reason(cause)
@@ -470,24 +485,6 @@ async def _create(key: str, data: Sequence[Buffer], objects: "Objects") -> None:
         return found["size"] == sum(map(len, data))
 
     await create(objects, key, data, is_stored)
-
-
-def _open_client(storage: Storage, lent: Lent) -> "Objects":
-    """Returns a client with exactly one credential, and no search for others."""
-    match lent.secret:
-        case GcsSecret(token=token):
-            of_google: GCSCredential = {"token": token, "expires_at": None}
-            return gcs_objects(storage, lambda: of_google)
-        case S3Secret() as keys:
-            of_amazon: S3Credential = {
-                "access_key_id": keys.access_key_id,
-                "secret_access_key": keys.secret_access_key,
-                "token": keys.session_token,
-                "expires_at": None,
-            }
-            return s3_objects(storage, lambda: of_amazon)
-        case secret:
-            assert_never(secret)
 
 
 KEPT_KEYS: Final = timedelta(minutes=10)

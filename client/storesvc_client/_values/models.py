@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.format.keys import INTEGER_KINDS, parse_item_key, split_key
@@ -144,7 +143,12 @@ class AuditEntry:
         """Returns the value of a message."""
         if message.problem:
             return cls(server=message.server, problem=message.problem)
-        missing = message.missing
+        missing, latency = message.missing, None
+        if message.HasField("latency"):
+            try:
+                latency = message.latency.ToTimedelta()
+            except (ValueError, OverflowError) as e:
+                raise _no_value("latency", message.latency.seconds) from e
         return read_message(
             cls,
             message,
@@ -155,7 +159,7 @@ class AuditEntry:
             missing=(missing.permission, missing.resource)
             if message.HasField("missing")
             else None,
-            latency=_latency(message.latency) if message.HasField("latency") else None,
+            latency=latency,
         )
 
 
@@ -191,13 +195,6 @@ def _time(stamp: Timestamp) -> datetime:
     if not 1970 <= found.year < 9999:
         raise _no_value("time", stamp.seconds)
     return found
-
-
-def _latency(length: Duration) -> timedelta:
-    try:
-        return length.ToTimedelta()
-    except (ValueError, OverflowError) as e:
-        raise _no_value("latency", length.seconds) from e
 
 
 def _no_value(field: str, seconds: int) -> DataLossError:

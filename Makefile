@@ -96,9 +96,11 @@ breaking: $(INSTALLED)
 	&& $(BIN)/buf breaking proto --against build/released/proto
 
 # The documentation site, as files in build/docs. A link that leads nowhere, a page that
-# is not in the navigation and an error reason without a remedy fail.
+# is not in the navigation, an error reason without a remedy, and a word whose page a
+# search does not find fail.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m pytest --numprocesses=0 --quiet tests/repo/test_search.py
 
 # Runs the slow tests, but not the sweeps of `make soak`, against the wheel that users
 # install: in an environment that borrows the dependencies of .venv but not its editable

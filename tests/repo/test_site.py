@@ -17,7 +17,6 @@ from tests.site.client_pages import CLIENT, MODELS, client_pages, page_of
 from tests.site.contract_pages import contract_pages, markdown_of
 from tests.site.error_page import PREFIX, completed, reasons_of, remedies
 from tests.site.griffe_extensions import fenced
-from tests.site.hook import GUIDES, LATER
 from tests.site.html_pages import loaded_from_elsewhere, with_breaks
 from tests.site.proto_files import ProtoFile, read_contract
 from tests.site.repository_links import rewritten
@@ -30,6 +29,9 @@ ERRORS = ROOT / "docs" / "errors.md"
 with_contract = pytest.mark.skipif(
     not (PROTO / "storesvc").exists(), reason="the wheel has generated code only"
 )
+
+GUIDE = "../deploy/README.md"
+"""Link to the page deployment.md of the site."""
 
 SHIM_SHA256 = "e8e412dbcfea9b7e31b5ffa288d7b6035915e714c542f4176a0cdbe262fc9609"
 """Digest of iframe-worker 1.0.4, shim/index.js, as npm has it."""
@@ -349,6 +351,20 @@ def test_each_document_has_a_page_in_the_navigation() -> None:
         assert f": {document.name}" in nav, document.name
 
 
+@pytest.mark.parametrize("path", ["train", "operate", "migrate"])
+def test_a_path_of_the_first_page_is_a_tab_with_the_same_order(path: str) -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    tab = nav.partition(f"\n  - {path.title()}:")[2].partition("\n  - ")[0]
+    home = (ROOT / "docs" / "index.md").read_text()
+    header, *rows = re.findall(r"^\| (.*) \|$", home, re.MULTILINE)
+    column = header.split(" | ").index(path)
+    cells = " ".join(row.split(" | ")[column] for row in rows)
+    links = re.findall(r"\]\(([^)]+)\)", cells.replace(GUIDE, "deployment.md"))
+
+    assert len(links) > 4
+    assert links == [page for page in re.findall(r": (.*\.md)", tab) if page in links]
+
+
 def test_the_code_of_others_is_unchanged() -> None:
     shim = ROOT / "docs" / "assets" / "iframe-worker.js"
 
@@ -375,18 +391,3 @@ def test_an_example_of_a_docstring_gets_a_fence() -> None:
         "Does it.\n\n    ```pycon\n    >>> f(\n    ...     1)\n    2\n    ```\n\n"
         "More.\n```pycon\n>>> g()\n```"
     ) == fenced(docstring)
-
-
-def test_a_search_shows_guides_before_the_reference() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text()
-
-    for page in (*GUIDES, *LATER):
-        assert f": {page}\n" in navigation
-    headings = "\n".join(
-        line
-        for page in GUIDES
-        for line in (ROOT / "docs" / page).read_text().splitlines()
-        if line.startswith("#")
-    )
-    for word in ("preemption", "Async", "Resume", "crash"):
-        assert word in headings

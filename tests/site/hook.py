@@ -23,17 +23,8 @@ from tests.site.storectl_page import storectl_page
 
 ROOT: Final = Path(__file__).parents[2]
 EXAMPLES: Final = ROOT / "deploy" / "examples"
-ALONE: Final = ("index.md", "tutorial.md")
-"""Pages whose tab has no other page."""
-
-GUIDES: Final = (
-    *("tutorial.md", "howto.md", "training.md", "saving.md", "restoring.md"),
-    *("easydel.md", "retention.md", "migration.md"),
-)
-"""Pages that a search shows before the reference."""
-
-LATER: Final = ("architecture.md", "benchmarks.md", "changelog.md", "guarantees.md")
-"""Pages that a search shows after all others, as it does with generated ones."""
+RARE: Final = ("architecture.md", "benchmarks.md", "changelog.md", "guarantees.md")
+"""Pages that a search shows after all others, as it does with the reference."""
 
 DOCUMENTS: Final[Mapping[str, str]] = {
     "CHANGELOG.md": "changelog.md",
@@ -66,10 +57,11 @@ def on_page_markdown(
 ) -> str:
     """Returns a page of ``docs/`` with links to other pages."""
     uri = page.file.src_uri
-    if uri in ALONE:
+    if uri == "index.md":  # its tab has no other page
         page.meta["hide"] = ["navigation"]
     is_generated = page.file.generated_by is not None
-    boost = 4 if uri in GUIDES else 0.2 if is_generated or uri in LATER else 1
+    is_reference = is_generated and uri not in ("errors.md", *DOCUMENTS.values())
+    boost = 0.02 if is_reference or uri in RARE else 1
     page.meta["search"] = {"boost": boost}
     if is_generated and uri != "errors.md":
         return markdown

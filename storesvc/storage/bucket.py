@@ -120,17 +120,17 @@ class Bucket(Protocol):
         """
 
 
-async def check_conditions(bucket: Bucket) -> None:
+async def check_conditions(bucket: Bucket, folder: str = layout.PROBES) -> None:
     """Rejects a storage that ignores a condition, or whose list lacks an object.
 
-    Writes, lists and deletes one object of its own.
+    Writes, lists and deletes one object of its own, in a folder.
 
     Raises:
         InvalidFieldError: The storage fails a probe.
         StorageDeniedError: The storage does not let this process write.
         StorageUnavailableError: The storage does not answer.
     """
-    path = f"{layout.PROBES}{uuid.uuid4().hex}"
+    path = f"{folder}{uuid.uuid4().hex}"
     first = await _written(bucket, path, b"1", IF_ABSENT)
     try:
         second = await _written(bucket, path, b"2", first)
@@ -146,7 +146,7 @@ async def check_conditions(bucket: Bucket) -> None:
             bucket.delete(path, generation=first),
             "the deletion of an object (ifGenerationMatch, If-Match)",
         )
-        if path not in await bucket.list(layout.PROBES):
+        if path not in await bucket.list(folder):
             raise InvalidFieldError(
                 f"{path}: expected a list of the storage to have an object that was "
                 "just written, got none; storesvc requires complete lists: use another "

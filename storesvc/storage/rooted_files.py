@@ -383,7 +383,7 @@ class NewFile:
 KEPT: Final = 10_000
 """Maximum directories that are remembered as durable; others are synced again."""
 
-_WHOLE_FILE: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+WHOLE_FILE: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 _FLAGS: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags that follow no link, and do not block on a FIFO."""
@@ -465,7 +465,7 @@ def clear_interrupted_write(path: Path) -> None:
         # A write holds this lock until it has renamed the file: if we get the lock, and
         # the file still has its name, no write is in progress.
         with suppress(OSError):
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE)
             if os.path.samestat(os.fstat(descriptor), lock.stat()):
                 os.ftruncate(descriptor, 0)
     finally:

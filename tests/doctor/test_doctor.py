@@ -10,26 +10,24 @@ import pytest
 from click.testing import CliRunner
 
 import storesvc_client as store
-from storesvc_client._doctor.directory import file_system, judge_clock
-from storesvc_client._doctor.doctor import Examination, below, with_concurrency
-from storesvc_client._doctor.findings import PROBLEMS, Effort, Severity
+from storesvc_client._doctor.directory import file_system
+from storesvc_client._doctor.doctor import Examination, below
+from storesvc_client._doctor.findings import PROBLEMS, Severity, judge_clock
 from storesvc_client._doctor.storage_checks import Level, best_concurrency, tail_share
 from storesvc_client.cli import main
+from tests.doctor.examined import LITTLE
 from tests.support.in_process_server import InProcessServer
 
-LITTLE: Final = Effort(
-    sample_count=150, object_bytes=1 << 16, object_count=8, state_bytes=1 << 20
-)
 PAGE: Final = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 
 def test_a_server_raises_no_alarm_and_keeps_nothing(server: InProcessServer) -> None:
-    found = Examination(lambda _: None, LITTLE).examine_server(
-        server.address, {}, insecure=False
-    )
+    examination = Examination(lambda _: None, LITTLE)
+    examination.examine_server(server.address, {}, server.root.as_uri())
+    found = examination.end()
 
     assert [] == [f for f in found.findings if f.severity is not Severity.OK]
-    assert {"version", "encryption", "policy", "save", "clock"} <= {
+    assert {"version", "encryption", "policy", "save", "clock", "direct"} <= {
         f.check for f in found.findings
     }
     with store.connect(server.address) as client:
@@ -128,12 +126,9 @@ def test_a_tail_is_reported_unless_this_machine_is_as_slow() -> None:
     assert 0.0 == tail_share([0.001] * 1000 + [0.2], noise_seconds=0.0)
 
 
-def test_a_folder_and_an_option_of_a_root_keep_its_other_options() -> None:
+def test_a_folder_of_a_root_keeps_its_options() -> None:
     root = "gs://b/p?endpoint=http://127.0.0.1:9&concurrency=8"
 
     assert "gs://b/p/x/y?endpoint=http://127.0.0.1:9&concurrency=8" == below(
         root, "x/y"
-    )
-    assert with_concurrency(root, 64).endswith(
-        "?endpoint=http://127.0.0.1:9&concurrency=64"
     )

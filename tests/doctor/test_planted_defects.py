@@ -9,9 +9,8 @@ from typing import Any, Final
 
 import pytest
 
-from storesvc.storage.location import storage_at
-from storesvc_client._doctor.doctor import Examination
-from storesvc_client._doctor.findings import Diagnosis, Effort, Finding, Severity
+from storesvc_client._doctor.findings import Diagnosis, Finding, Severity
+from tests.doctor.examined import examine
 from tests.doctor.planted import (
     Cache,
     Clock,
@@ -25,10 +24,6 @@ from tests.fake_s3 import FakeS3
 from tests.support.examples import sampled
 from tests.support.other_emulators import CONDITIONS
 
-LITTLE: Final = Effort(
-    sample_count=150, object_bytes=1 << 16, object_count=8, state_bytes=1 << 20
-)
-
 Planted = AbstractContextManager[str]
 
 
@@ -38,12 +33,6 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "any")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
-
-
-def examine(root: str) -> Diagnosis:
-    return Examination(lambda _: None, LITTLE).examine_root(
-        root, storage_at(root), None
-    )
 
 
 @contextmanager
@@ -215,7 +204,7 @@ def test_a_clean_directory_raises_no_alarm_and_is_left_as_it_was(
     found = examine(place.as_uri())
 
     assert {"file-system"} >= {f.check for f in problems(found)}  # it may be in memory
-    assert not place.exists()
+    assert not (tmp_path / "not").exists()
 
 
 def test_a_rule_for_other_names_is_no_finding() -> None:

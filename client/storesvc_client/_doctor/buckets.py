@@ -3,10 +3,7 @@
 `judge_settings` and `estimate_cost` decide; the rest reads the settings with the
 provider's own client. Sources of the names: ``storage.buckets.get`` of Google Cloud
 Storage (JSON API), and ``GetBucketVersioning``, ``GetBucketLifecycleConfiguration``,
-``GetObjectLockConfiguration`` and ``GetBucketRequestPayment`` of S3. Prices are list
-prices of one region, for an order of magnitude: Google Cloud Storage
-(https://cloud.google.com/storage/pricing, us-central1, STANDARD) and S3
-(https://aws.amazon.com/s3/pricing, us-east-1), read in November 2026.
+``GetObjectLockConfiguration`` and ``GetBucketRequestPayment`` of S3.
 """
 
 import urllib.error
@@ -15,37 +12,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NamedTuple
 
-from storesvc.errors import StoreError
+from storesvc.errors import InvalidFieldError, StoreError
 from storesvc.storage.location import Storage
 from storesvc.storage.remote import find_endpoint, make_bucket
-from storesvc_client._doctor.directory import judge_clock
 from storesvc_client._doctor.findings import (
     Finding,
+    judge_clock,
     passed,
     problem,
     skipped,
 )
-
-if TYPE_CHECKING:
-    pass
-
-
 from storesvc_client._views.texts import size_text
 
 _DAY: Final = 86_400
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LifecycleRule:
+class LifecycleRule(NamedTuple):
     """A rule by which the provider itself changes objects."""
 
     action: str
     """Name of the action, such as "Delete"."""
-    prefix: str = ""
+    prefix: str
     """Beginning of the names that it is for; empty: all."""
-    is_of_old_versions: bool = False
+    is_of_old_versions: bool
     """True if it leaves live versions alone."""
 
 
@@ -69,65 +60,47 @@ def judge_settings(settings: BucketSettings, *, path: str) -> list[Finding]:
         settings: The settings.
         path: Prefix of the store; ends with a slash, or is empty.
     """
-    found = list[Finding]()
     rules = [
         rule
         for rule in settings.rules
         if rule.prefix.startswith(path) or path.startswith(rule.prefix)
     ]
-    for rule in rules:
-        if not rule.is_of_old_versions and rule.action in ("Delete", "Expiration"):
-            found.append(
-                problem(
-                    "lifecycle.deletes",
-                    f"a lifecycle rule deletes objects below {rule.prefix or '/'!r}",
-                )
-            )
-        elif not rule.is_of_old_versions and rule.action != "AbortIncompleteMultipart":
-            found.append(
-                problem(
-                    "lifecycle.moves",
-                    f"a lifecycle rule moves objects below {rule.prefix or '/'!r} to "
-                    f"another class ({rule.action})",
-                )
-            )
-    if settings.retention_seconds:
-        found.append(
-            problem(
-                "retention-lock.on",
-                "objects cannot be deleted or overwritten for "
-                f"{_days(settings.retention_seconds)}",
-            )
+    found = [
+        problem(
+            code,
+            f"a lifecycle rule {code.partition('.')[2]} objects below "
+            f"{rule.prefix or '/'!r}",
         )
-    if settings.requester_pays:
-        found.append(
-            problem("requester-pays.on", "each request must name a project that pays")
-        )
-    if settings.keeps_versions:
-        cleans = any(rule.is_of_old_versions for rule in rules)
-        found.append(
-            problem(
-                "versioning.on",
-                "the bucket keeps each overwritten and deleted object"
-                + (", until a lifecycle rule deletes it" if cleans else " for ever"),
-            )
-        )
-    if settings.soft_delete_seconds:
-        found.append(
-            problem(
-                "soft-delete.on",
-                f"deleted objects stay for {_days(settings.soft_delete_seconds)}, and "
-                "are paid for",
-            )
-        )
-    if settings.storage_class not in ("STANDARD", "EXPRESS_ONEZONE", "RAPID"):
-        found.append(
-            problem(
-                "storage-class.cold",
-                f"new objects have the class {settings.storage_class}",
-            )
-        )
+        for rule in rules
+        if (code := _CHANGES.get(rule.action)) and not rule.is_of_old_versions
+    ]
+    cleans = any(rule.is_of_old_versions for rule in rules)
+    end = "until a lifecycle rule deletes it" if cleans else "for ever"
+    locked, kept = settings.retention_seconds, settings.soft_delete_seconds
+    storage_class = settings.storage_class
+    others: dict[str, str | int] = {
+        "retention-lock.on": locked
+        and f"objects cannot be deleted or overwritten for {_days(locked)}",
+        "requester-pays.on": settings.requester_pays
+        and "each request must name a project that pays",
+        "versioning.on": settings.keeps_versions
+        and f"the bucket keeps each overwritten and deleted object {end}",
+        "soft-delete.on": kept
+        and f"deleted objects stay for {_days(kept)}, and are paid for",
+        "storage-class.cold": storage_class not in _HOT
+        and f"new objects have the class {storage_class}",
+    }
+    found += [problem(code, str(text)) for code, text in others.items() if text]
     return found or [passed("settings", "nothing in the way of a store")]
+
+
+_CHANGES: Final = {
+    **dict.fromkeys(("Delete", "Expiration"), "lifecycle.deletes"),
+    **dict.fromkeys(("SetStorageClass", "Transition"), "lifecycle.moves"),
+}
+"""Problems by the action of a lifecycle rule."""
+
+_HOT: Final = ("STANDARD", "EXPRESS_ONEZONE", "RAPID")
 
 
 def _days(seconds: int) -> str:
@@ -139,16 +112,15 @@ def check_settings(storage: Storage) -> list[Finding]:
     read = _read_s3 if storage.is_s3 else _read_gcs
     try:
         settings = read(storage)
-    except (_UnreadableError, StoreError) as e:
+    except StoreError as e:
         return [skipped("settings", str(e))]
     return judge_settings(settings, path=storage.spec["path"])
 
 
 def check_clock(storage: Storage) -> list[Finding]:
     """Compares the clock of a bucket's API with this machine's; blocks on it."""
-    endpoint = find_endpoint(storage) or (
-        _S3_ENDPOINT if storage.is_s3 else _GCS_ENDPOINT
-    )
+    provider = "s3" if storage.is_s3 else "gcs"
+    endpoint = find_endpoint(storage) or _ENDPOINTS[provider]
     request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310 - of a root
     try:
         with urllib.request.urlopen(request, timeout=_CLOCK_SECONDS) as answer:  # noqa: S310
@@ -164,13 +136,11 @@ def check_clock(storage: Storage) -> list[Finding]:
     return judge_clock(min(0.0, skew + 1) if skew < 0 else skew, "the bucket")
 
 
-_GCS_ENDPOINT: Final = "https://storage.googleapis.com"
-_S3_ENDPOINT: Final = "https://s3.amazonaws.com"
+_ENDPOINTS: Final = {
+    "gcs": "https://storage.googleapis.com",
+    "s3": "https://s3.amazonaws.com",
+}
 _CLOCK_SECONDS: Final = 10.0
-
-
-class _UnreadableError(Exception):
-    """The settings cannot be read; the message says what would help."""
 
 
 def _read_gcs(storage: Storage) -> BucketSettings:
@@ -182,7 +152,7 @@ def _read_gcs(storage: Storage) -> BucketSettings:
     try:
         bucket.reload(timeout=10)
     except (GoogleAPIError, GoogleAuthError, RequestException) as e:
-        raise _UnreadableError(
+        raise InvalidFieldError(
             "not readable without storage.buckets.get (such as in "
             f"roles/storage.legacyBucketReader): {str(e).partition(chr(10))[0]}"
         ) from e
@@ -198,14 +168,11 @@ def _read_gcs(storage: Storage) -> BucketSettings:
 
 def _gcs_rules(rule: dict[str, Any]) -> list[LifecycleRule]:
     condition = rule.get("condition", {})
-    action = rule["action"]["type"].removesuffix("Upload")
-    is_of_old = (
-        condition.get("isLive") is False
-        or "numNewerVersions" in condition
-        or "daysSinceNoncurrentTime" in condition
+    is_of_old = condition.get("isLive") is False or not condition.keys().isdisjoint(
+        ("numNewerVersions", "daysSinceNoncurrentTime")
     )
     return [
-        LifecycleRule(action=action, prefix=prefix, is_of_old_versions=is_of_old)
+        LifecycleRule(rule["action"]["type"], prefix, is_of_old)
         for prefix in condition.get("matchesPrefix", [""])
     ]
 
@@ -215,7 +182,7 @@ def _read_s3(storage: Storage) -> BucketSettings:
         from botocore.config import Config
         from botocore.session import get_session
     except ModuleNotFoundError as e:
-        raise _UnreadableError(
+        raise InvalidFieldError(
             f"not readable without {e.name}; pip install 'storesvc[server,s3]'"
         ) from e
     client = get_session().create_client(
@@ -229,18 +196,22 @@ def _read_s3(storage: Storage) -> BucketSettings:
             s3={"addressing_style": "path" if storage.endpoint else "auto"},
         ),
     )
-    bucket = storage.spec["bucket"]
-    lock = _ask(client.get_object_lock_configuration, bucket)
-    lifecycle = _ask(client.get_bucket_lifecycle_configuration, bucket)
+    lock, lifecycle, versioning, payment = (
+        _ask(getattr(client, f"get_{what}"), storage.spec["bucket"])
+        for what in (
+            "object_lock_configuration",
+            "bucket_lifecycle_configuration",
+            "bucket_versioning",
+            "bucket_request_payment",
+        )
+    )
     locked = lock.get("ObjectLockConfiguration", {}).get("Rule", {})
     default = locked.get("DefaultRetention", {})
     days = default.get("Days", 0) + 365 * default.get("Years", 0)
     return BucketSettings(
-        keeps_versions=_ask(client.get_bucket_versioning, bucket).get("Status")
-        == "Enabled",
+        keeps_versions=versioning.get("Status") == "Enabled",
         retention_seconds=_DAY * days,
-        requester_pays=_ask(client.get_bucket_request_payment, bucket).get("Payer")
-        == "Requester",
+        requester_pays=payment.get("Payer") == "Requester",
         rules=[rule for each in lifecycle.get("Rules", ()) for rule in _s3_rules(each)],
     )
 
@@ -254,18 +225,16 @@ _ABSENT: Final = (
 """Codes of S3 for a setting that a bucket does not have."""
 
 
-def _ask(call: "Callable[..., dict[str, Any]]", bucket: str) -> dict[str, Any]:
+def _ask(call: Callable[..., dict[str, Any]], bucket: str) -> dict[str, Any]:
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         return call(Bucket=bucket)
-    except ClientError as e:
-        code = e.response.get("Error", {}).get("Code", "")
-        if code in _ABSENT:
+    except (BotoCoreError, ClientError) as e:
+        answer = e.response if isinstance(e, ClientError) else {}
+        if answer.get("Error", {}).get("Code") in _ABSENT:
             return {}
-        raise _UnreadableError(f"not readable with these credentials: {e}") from e
-    except BotoCoreError as e:
-        raise _UnreadableError(f"not readable: {e}") from e
+        raise InvalidFieldError(f"not readable with these credentials: {e}") from e
 
 
 def _s3_rules(rule: dict[str, Any]) -> list[LifecycleRule]:
@@ -277,48 +246,54 @@ def _s3_rules(rule: dict[str, Any]) -> list[LifecycleRule]:
         or filtered.get("Prefix")
         or filtered.get("And", {}).get("Prefix", "")
     )
-    actions = [
-        LifecycleRule(action=action, prefix=prefix)
-        for action, key in (("Expiration", "Expiration"), ("Transition", "Transitions"))
+    return [
+        LifecycleRule(action, prefix, is_of_old)
+        for key, action, is_of_old in (
+            ("Expiration", "Expiration", False),
+            ("Transitions", "Transition", False),
+            ("NoncurrentVersionExpiration", "Delete", True),
+        )
         if rule.get(key)
     ]
-    if rule.get("NoncurrentVersionExpiration"):
-        actions.append(
-            LifecycleRule(action="Delete", prefix=prefix, is_of_old_versions=True)
-        )
-    return actions
 
 
 # --- Price ---------------------------------------------------------------------------
 
-_MONTH_SECONDS: Final = 30 * 86_400
+_MONTH_SECONDS: Final = 30 * _DAY
 _GIB: Final = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
-    """Dollars of a provider."""
+class Prices(NamedTuple):
+    """List prices of a provider in one region, in dollars."""
 
     gib_month: float
     write: float
     """Price of one request that writes or lists."""
+    source: str
 
 
-GCS: Final = Prices(gib_month=0.020, write=5e-6)
-S3: Final = Prices(gib_month=0.023, write=5e-6)
+PRICES: Final = {
+    "gcs": Prices(
+        0.020, 5e-6, "us-central1, STANDARD, https://cloud.google.com/storage/pricing"
+    ),
+    "s3": Prices(0.023, 5e-6, "us-east-1, Standard, https://aws.amazon.com/s3/pricing"),
+}
+PRICES_DATE: Final = "November 2026"
+"""Month in which the prices were looked up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(NamedTuple):
     """The saves of one job."""
 
-    state_bytes: int
-    """Bytes of one checkpoint."""
+    stored_bytes: int
+    """Bytes of one checkpoint as stored."""
+    added_bytes: int
+    """Bytes that each save adds; it shares the others with earlier checkpoints."""
     interval_seconds: float = 600.0
     """Time between two saves."""
     kept_count: int = 5
     """Checkpoints that are kept."""
-    purge_seconds: float = 3 * 86_400.0
+    purge_seconds: float = 3.0 * _DAY
     """Time for which a deleted checkpoint keeps its bytes."""
 
 
@@ -328,21 +303,24 @@ BYTES_A_WRITE: Final = 48 << 20
 ``python -m benchmarks requests``."""
 
 
-def estimate_cost(work: Workload, prices: Prices) -> list[Finding]:
+def estimate_cost(work: Workload, storage: Storage | None) -> list[Finding]:
     """Returns the requests and dollars of a month."""
+    if storage is None or not storage.is_remote:
+        return [skipped("cost", "only a bucket has prices; give its root")]
+    prices = PRICES["s3" if storage.is_s3 else "gcs"]
     saves = _MONTH_SECONDS / work.interval_seconds
-    writes = saves * (FIXED_WRITES + -(-work.state_bytes // BYTES_A_WRITE))
-    kept = work.kept_count + work.purge_seconds / work.interval_seconds
-    stored = min(kept, saves) * work.state_bytes
-    storing = stored / _GIB * prices.gib_month
-    requests = writes * prices.write
+    writes = saves * (FIXED_WRITES + -(-work.added_bytes // BYTES_A_WRITE))
+    kept = min(saves, work.kept_count + work.purge_seconds / work.interval_seconds)
+    stored = work.stored_bytes + max(0.0, kept - 1) * work.added_bytes
+    storing, requests = stored / _GIB * prices.gib_month, writes * prices.write
     return [
         passed(
             "cost",
-            f"{size_text(work.state_bytes)} every {work.interval_seconds / 60:g} min: "
-            f"{writes:,.0f} writing requests (${requests:,.2f}) and up to "
-            f"{size_text(round(stored))} stored (${storing:,.0f}) a month, if each "
-            "save changes every byte and deleted checkpoints stay for "
-            f"{work.purge_seconds / 86_400:g} days",
+            f"a save of {size_text(work.stored_bytes)}, {size_text(work.added_bytes)} "
+            f"of it new, every {work.interval_seconds / 60:g} min: {writes:,.0f} "
+            f"writing requests (${requests:,.2f}) and up to {size_text(round(stored))} "
+            f"stored (${storing:,.2f}) a month, if {work.kept_count} checkpoints are "
+            f"kept and deleted ones stay for {_days(int(work.purge_seconds))}; list "
+            f"prices of {PRICES_DATE}, {prices.source}",
         )
     ]

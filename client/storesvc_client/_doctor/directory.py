@@ -1,56 +1,103 @@
 """Checks what a directory needs besides the promises of any storage: its file system,
-locks, syncs, renames, free space and clock."""
+space, locks, renames, links, syncs, times and clock."""
 
 import fcntl
 import os
 import shutil
 import statistics
-import struct
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from os.path import lexists
 from pathlib import Path
 from typing import Final
 
-from storesvc_client._doctor.findings import Finding, passed, problem
+from storesvc.storage.file_bucket import TICK_SECONDS
+from storesvc.storage.rooted_files import (
+    WHOLE_FILE,
+    IrregularFileError,
+    open_file,
+    sync_directory,
+)
+from storesvc_client._doctor.findings import (
+    Finding,
+    Severity,
+    judge,
+    judge_clock,
+    passed,
+    problem,
+)
 from storesvc_client._views.texts import size_text
 
 _SYNCS: Final = 20
 _SLOW_SYNC_SECONDS: Final = 0.1
-
-_SKEW_SECONDS: Final = 2.0
-"""Difference of clocks from which it is a finding; collection allows an hour."""
-
 _LITTLE_SHARE: Final = 0.1
+_NEEDED_FILES: Final = 1000
 
-_VOLATILE: Final = ("tmpfs", "ramfs")
-_REMOTE: Final = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "9p",
-    "lustre",
-    "ceph",
-    "beegfs",
-    "gpfs",
-)
-_MOUNTED_BUCKETS: Final = ("fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.goofys")
+_KINDS: Final = {
+    **dict.fromkeys(
+        ("fuse.gcsfuse", "fuse.goofys", "fuse.rclone", "fuse.s3fs"),
+        ("file-system.bucket", "the directory is a bucket that {} mounts"),
+    ),
+    **dict.fromkeys(
+        ("ramfs", "tmpfs"),
+        ("file-system.volatile", "the directory is in memory ({})"),
+    ),
+    **dict.fromkeys(
+        ("9p", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "smb3"),
+        ("file-system.network", "the directory is on a network ({})"),
+    ),
+}
+"""Problems by the type of a file system."""
 
 
-def check_directory(folder: Path) -> list[Finding]:
-    """Checks an existing, empty directory that the caller deletes.
+def absent_directories(path: Path) -> list[Path]:
+    """Returns the directories down to a path that do not exist, the deepest first."""
+    return [each for each in (path, *path.parents) if not lexists(each)]
+
+
+def delete_directories(path: Path, absent: Sequence[Path]) -> list[Finding]:
+    """Deletes a directory, and those above it that did not exist before it."""
+    for _ in range(_TRIES):
+        shutil.rmtree(path, ignore_errors=True)
+        time.sleep(_PAUSE_SECONDS)  # an interrupted check may still write a file
+        if not lexists(path):
+            break
+    else:
+        return [problem("clean-up.left", f"{path}: expected to delete it, got files")]
+    for each in absent:
+        with suppress(OSError):  # of other probes, or never made
+            each.rmdir()
+    return []
+
+
+_TRIES: Final = 50
+_PAUSE_SECONDS: Final = 0.1
+
+
+def check_directory(folder: Path, *, needed_bytes: int) -> list[Finding]:
+    """Makes a directory, which the caller deletes, and checks it.
+
+    Args:
+        folder: The directory.
+        needed_bytes: Space that the other checks take.
 
     Raises:
-        OSError: The directory cannot be read or written.
+        OSError: The directory cannot be examined.
     """
-    return [
-        *_check_file_system(folder),
-        *_check_locks(folder / "locked"),
-        *_check_renames(folder),
-        *_check_syncs(folder / "synced"),
-        *_check_space(folder),
-        *_check_clock(folder / "dated"),
-    ]
+    try:
+        folder.mkdir(parents=True)
+    except OSError as e:
+        text = f"expected to create {folder}, got {e.strerror}"
+        return [problem("directory.unusable", text)]
+    found = [*_check_file_system(folder), *_check_space(folder, needed_bytes)]
+    if found[-1].severity is not Severity.FAILURE:
+        for check, code, expected in _CHECKS:
+            try:
+                found += check(folder)
+            except OSError as e:
+                found.append(problem(code, f"expected {expected}, got {e.strerror}"))
+    return found
 
 
 def file_system(folder: Path, mounts: str) -> str:
@@ -74,40 +121,32 @@ def _check_file_system(folder: Path) -> list[Finding]:
     if not mounts.exists():  # not Linux
         return []
     kind = file_system(folder.resolve(), mounts.read_text())
-    if kind in _MOUNTED_BUCKETS:
-        return [
-            problem(
-                "file-system.bucket", f"the directory is a bucket that {kind} mounts"
-            )
-        ]
-    if kind in _VOLATILE:
-        return [problem("file-system.volatile", f"the directory is in memory ({kind})")]
-    if kind in _REMOTE:
-        return [
-            problem("file-system.network", f"the directory is on a network ({kind})")
-        ]
-    return [passed("file-system", kind or "unknown")]
+    code, found = _KINDS.get(kind, ("file-system", ""))
+    return judge(code, found.format(kind), kind or "unknown")
 
 
-_LOCK: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+def _check_space(folder: Path, needed_bytes: int) -> list[Finding]:
+    disk = os.statvfs(folder)
+    free, total = (disk.f_frsize * count for count in (disk.f_bavail, disk.f_blocks))
+    shown = f"{size_text(free)} of {size_text(total)} are free"
+    lacks_files = disk.f_files > 0 and disk.f_favail < _NEEDED_FILES
+    if free < needed_bytes or lacks_files:
+        needed = f"{size_text(needed_bytes)} and {_NEEDED_FILES} files"
+        found = f"expected space for {needed}, got {shown}, and {disk.f_favail} files"
+        return [problem("space.full", found)]
+    return judge("space.low", shown if free < _LITTLE_SHARE * total else "", shown)
 
 
-def _check_locks(path: Path) -> list[Finding]:
-    """Takes a lock through one descriptor, and tries to take it through another."""
-    one = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    other = os.open(path, os.O_RDWR)
-    try:
-        fcntl.fcntl(one, fcntl.F_OFD_SETLK, _LOCK)
+def _check_locks(folder: Path) -> list[Finding]:
+    """Locks a file through one descriptor, and tries to lock it through another."""
+    path = folder / "locked"
+    with path.open("w+b") as one, path.open("r+b") as other:
+        fcntl.fcntl(one, fcntl.F_OFD_SETLK, WHOLE_FILE)
         try:
-            fcntl.fcntl(other, fcntl.F_OFD_SETLK, _LOCK)
+            fcntl.fcntl(other, fcntl.F_OFD_SETLK, WHOLE_FILE)
         except BlockingIOError:
             return [passed("locks", "a locked file cannot be locked again")]
-        found = "expected a locked file to reject a second lock, got both"
-    except OSError as e:
-        found = f"expected a lock of a file, got {e.strerror}"
-    finally:
-        os.close(one)
-        os.close(other)
+    found = "expected a locked file to reject a second lock, got both"
     return [problem("locks.missing", found)]
 
 
@@ -119,56 +158,67 @@ def _check_renames(folder: Path) -> list[Finding]:
     with old.open("rb") as opened:
         new.replace(old)
         is_kept = opened.read() == b"old"
-    if old.read_bytes() != b"new" or new.exists() or not is_kept:
-        return [
-            problem(
-                "renames.not-atomic",
-                "expected a rename to replace a file at once, got another result",
-            )
-        ]
-    return [passed("renames", "a rename replaces a file at once")]
+    is_right = is_kept and old.read_bytes() == b"new" and not new.exists()
+    wrong = "expected a rename to replace a file at once, got another result"
+    fine = "a rename replaces a file at once"
+    return judge("renames.not-atomic", "" if is_right else wrong, fine)
 
 
-def _check_syncs(path: Path) -> list[Finding]:
+def _check_links(folder: Path) -> list[Finding]:
+    (folder / "target").touch()
+    try:
+        (folder / "link").symlink_to("target")
+    except OSError:
+        return [passed("links", "the file system has no symbolic links")]
+    try:
+        os.close(open_file(folder, "link"))
+    except IrregularFileError:
+        return [passed("links", "a symbolic link is seen, and rejected")]
+    return [problem("links.followed", "expected a link to be seen, got its target")]
+
+
+def _check_syncs(folder: Path) -> list[Finding]:
     seconds = list[float]()
-    with path.open("wb") as file:
+    with (folder / "synced").open("wb") as file:
         for _ in range(_SYNCS):
             file.write(b"x" * 4096)
             file.flush()
             begin = time.perf_counter()
             os.fsync(file.fileno())
             seconds.append(time.perf_counter() - begin)
-    shown = f"fsync takes {1000 * statistics.median(seconds):.2g} ms"
-    if statistics.median(seconds) > _SLOW_SYNC_SECONDS:
-        return [problem("syncs.slow", shown)]
-    return [passed("syncs", shown)]
+    sync_directory(folder)
+    median = statistics.median(seconds)
+    shown = f"fsync takes {1000 * median:.2g} ms"
+    return judge("syncs.slow", shown if median > _SLOW_SYNC_SECONDS else "", shown)
 
 
-def _check_space(folder: Path) -> list[Finding]:
-    usage = shutil.disk_usage(folder)
-    shown = f"{size_text(usage.free)} of {size_text(usage.total)} are free"
-    if usage.free < _LITTLE_SHARE * usage.total:
-        return [problem("space.low", shown)]
-    return [passed("space", shown)]
+_A_TIME: Final = 1_700_000_001_987_654_321
+"""Nanoseconds since 1970, of an odd second: FAT keeps even ones only."""
 
 
-def _check_clock(path: Path) -> list[Finding]:
+def _check_times(folder: Path) -> list[Finding]:
+    """Sets the time of a file: with its inode, it is the version of an object."""
+    path = folder / "timed"
+    path.touch()
+    os.utime(path, ns=(_A_TIME, _A_TIME))
+    off_seconds = abs(path.stat().st_mtime_ns - _A_TIME) / 1e9
+    wrong = f"expected a file to keep its time, got one that is {off_seconds:.2g} s off"
+    is_wrong = off_seconds > TICK_SECONDS
+    return judge("times.coarse", wrong if is_wrong else "", "a file keeps its time")
+
+
+def _check_clock(folder: Path) -> list[Finding]:
+    path = folder / "dated"
     path.write_bytes(b"x")
-    skew = path.stat().st_mtime - time.time()
-    with suppress(OSError):
-        path.unlink()
-    return judge_clock(skew, "the file server")
+    return judge_clock(path.stat().st_mtime - time.time(), "the file server")
 
 
-def judge_clock(skew_seconds: float, whose: str) -> list[Finding]:
-    """Returns what a difference of clocks means.
-
-    Args:
-        skew_seconds: That clock minus the clock of this machine.
-        whose: Owner of the other clock.
-    """
-    shown = f"the clock of {whose} is {abs(skew_seconds):.1f} s "
-    shown += "ahead" if skew_seconds > 0 else "behind"
-    if abs(skew_seconds) > _SKEW_SECONDS:
-        return [problem("clock.differs", shown)]
-    return [passed("clock", shown)]
+_CHECKS: Final[tuple[tuple[Callable[[Path], list[Finding]], str, str], ...]] = (
+    (_check_locks, "locks.missing", "to lock a file"),
+    (_check_renames, "renames.not-atomic", "to rename a file"),
+    (_check_links, "links.followed", "to open a file"),
+    (_check_syncs, "syncs.failed", "to sync a file and its directory"),
+    (_check_times, "times.coarse", "to set the time of a file"),
+    (_check_clock, "check.failed", "to read the time of a file"),
+)
+"""Each check, and the problem where a call of it fails: code, and what was expected."""

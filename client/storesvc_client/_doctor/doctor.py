@@ -5,55 +5,54 @@ they wrote. They stay within the limits of `Effort`.
 """
 
 import asyncio
-import shutil
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from importlib.metadata import version
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from storesvc.errors import InvalidFieldError
 from storesvc.errors import StoreError as StorageError
 from storesvc.format.layout import PROBES
+from storesvc.format.names import InvalidNameError, parse_which
 from storesvc.storage.location import Storage, is_this_machine, parse_root, storage_at
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_client._doctor import drill
 from storesvc_client._doctor.buckets import (
-    GCS,
-    S3,
     Workload,
     check_clock,
     check_settings,
     estimate_cost,
 )
-from storesvc_client._doctor.directory import check_directory
+from storesvc_client._doctor.directory import (
+    absent_directories,
+    check_directory,
+    delete_directories,
+)
 from storesvc_client._doctor.drill import DrillRun
 from storesvc_client._doctor.findings import (
     Diagnosis,
     Effort,
     Finding,
     Severity,
-    passed,
+    judge,
+    judge_clock,
     problem,
     skipped,
 )
 from storesvc_client._doctor.storage_checks import PROMISES, SPEED_CHECKS, Probe
+from storesvc_client._rpc.connection import holds_store
 from storesvc_client._values.arguments import DurationLike, checked_duration
 from storesvc_client.errors import InvalidRequestError, StoreError
 
 if TYPE_CHECKING:
     from storesvc_client import Client
-
-from datetime import UTC, datetime
-from importlib.metadata import version
-from typing import Final
-
-from storesvc_client._doctor.directory import judge_clock
 
 T = TypeVar("T")
 
@@ -69,7 +68,8 @@ def doctor(
     key: "str | PathLike[str] | None" = None,
     token: "str | PathLike[str] | Callable[[], str] | None" = None,
     insecure: bool = False,
-    state_bytes: int | None = None,
+    direct: "str | PathLike[str] | None" = None,
+    tree: int | str | None = None,
     interval: DurationLike = timedelta(minutes=10),
     on_finding: Report = lambda _: None,
 ) -> Diagnosis:
@@ -88,32 +88,72 @@ def doctor(
         key: See ``connect``; for a server.
         token: See ``connect``; for a server.
         insecure: See ``connect``; for a server.
-        state_bytes: Bytes of a checkpoint, to estimate the cost of a month in a bucket.
+        direct: Root of the store of a server: compares saves and restores through the
+            server with direct ones.
+        tree: Bytes of a checkpoint, or a checkpoint of the place, such as
+            ``"prod/llama-8b@latest"``, to estimate the cost of a month in a bucket.
         interval: Time between two saves, a ``timedelta`` or seconds, for the cost.
         on_finding: Called with each finding as it is made.
 
     Raises:
-        InvalidRequestError: The target is neither a root nor an address.
+        InvalidRequestError: The target is neither a root nor an address, or another
+            argument is not valid.
+        StoreError: The checkpoint of ``tree`` cannot be read.
     """
     try:
         place = parse_root(target)
         storage = storage_at(place) if "://" in place else None
+        root = None if direct is None else parse_root(direct)
+        base = storage if root is None else storage_at(root)
     except InvalidFieldError as e:
         raise InvalidRequestError(f"doctor: {e}") from e
+    if storage is not None and root is not None:
+        raise InvalidRequestError(
+            f"doctor: direct=: expected the address of a server with it, got {place!r}"
+        )
+    files = {"ca": ca, "cert": cert, "key": key}
+    options: dict[str, Any] = {
+        name: fspath(file) for name, file in files.items() if file
+    }
+    if isinstance(token, PathLike):
+        options["token_file"] = fspath(token)
+    elif token is not None:
+        options["token"] = token if isinstance(token, str) else token()
+    if storage is None:
+        options["insecure"] = insecure
+    work = None
+    if tree is not None:
+        every = checked_duration("doctor: interval=", interval)
+        work = _read_workload(DrillRun(target=place, options=options), tree, every)
     examination = Examination(on_finding)
     if storage is None:
-        files = {"ca": ca, "cert": cert, "key": key}
-        options = {name: fspath(file) for name, file in files.items() if file}
-        if isinstance(token, PathLike):
-            options["token_file"] = fspath(token)
-        elif token is not None:
-            options["token"] = token if isinstance(token, str) else token()
-        return examination.examine_server(place, options, insecure=insecure)
-    work = None
-    if state_bytes is not None:
-        every = checked_duration("doctor: interval=", interval)
-        work = Workload(state_bytes=state_bytes, interval_seconds=every.total_seconds())
-    return examination.examine_root(place, storage, work)
+        examination.examine_server(place, options, root)
+    else:
+        examination.examine_root(place, storage)
+    return examination.end(base, work)
+
+
+def _read_workload(place: DrillRun, tree: int | str, every: timedelta) -> Workload:
+    """Returns the saves of a tree, given by its bytes or by a checkpoint."""
+    seconds = every.total_seconds()
+    if isinstance(tree, int):
+        return Workload(tree, tree, seconds)
+    if "://" in place.target and not holds_store(place.target, timeout=_OPEN_SECONDS):
+        raise InvalidRequestError(
+            f"doctor: tree={tree!r}: {place.target} holds no store; give the bytes of "
+            "a checkpoint"
+        )
+    run, _, which = tree.rpartition("@")
+    try:
+        parsed = parse_which(which)
+    except InvalidNameError as e:
+        raise InvalidRequestError(f"doctor: tree={tree!r}: {e}") from e
+    with place.connect() as client:
+        found = client.run(run).checkpoint(parsed)
+    return Workload(found.stored_bytes, found.own_bytes, seconds)
+
+
+_OPEN_SECONDS: Final = 60.0
 
 
 class Examination:
@@ -126,171 +166,142 @@ class Examination:
         self._measured: dict[str, float] = {}
         self._until = time.monotonic() + effort.max_seconds
         self._id = f"doctor-{uuid.uuid4().hex[:12]}"
-        self._was_opened = False
+        self._place = ""
+        self._written_bytes = 0
 
-    def examine_root(
-        self, root: str, storage: Storage, work: Workload | None
-    ) -> Diagnosis:
+    def examine_root(self, root: str, storage: Storage) -> None:
         """Checks a directory or a bucket."""
-        folder = f"{PROBES}{self._id}/"
-        if storage.is_files:
-            path = Path(storage.spec["path"], folder)
-            if not self._make("directory", lambda: _check_in(path)):
-                return self._diagnosis(storage.name)
-        elif storage.is_remote:
-            self._make("settings", lambda: check_settings(storage))
-            self._make("clock", lambda: check_clock(storage))
-        written = 0
+        self._place, folder = storage.name, f"{PROBES}{self._id}/"
+        if not storage.is_files:
+            if storage.is_remote:
+                self._make("settings", lambda: check_settings(storage))
+                self._make("clock", lambda: check_clock(storage))
+            self._check_storage(root, folder)
+            return
+        path = Path(storage.spec["path"], folder)
+        absent = absent_directories(path)
         try:
-            if probe := asyncio.run(self._check_storage(root, folder)):
-                written = probe.written_bytes
-                if not storage.is_memory and not self._has_failed:
-                    written += self._check_saves(root, folder)
+            needed = self._effort.stored_bytes
+            self._make("directory", lambda: check_directory(path, needed_bytes=needed))
+            if not self._has_failed:
+                self._check_storage(root, folder)
         finally:
-            if self._was_opened:
-                self._make("clean-up", lambda: _delete(root, storage, folder))
-        if work is not None and storage.is_remote:
-            prices = S3 if storage.is_s3 else GCS
-            self._make("cost", lambda: estimate_cost(work, prices))
-        best = int(self._measured.get("recommended_concurrency", 0))
-        is_better = storage.is_remote and best > storage.concurrency
-        return self._diagnosis(
-            storage.name,
-            recommended_root=with_concurrency(root, best) if is_better else None,
-            written_bytes=written,
-        )
+            self._make("clean-up", lambda: delete_directories(path, absent))
 
-    async def _check_storage(self, root: str, folder: str) -> Probe | None:
-        """Checks the promises of a storage, then its speed; None if it cannot be
-        opened."""
-        opening = await self._gather("open", TensorStoreBucket.open(root))
-        if opening is None:
-            return None
-        self._was_opened = True
-        probe = Probe(
-            bucket=opening,
-            storage=opening.opened.storage,
-            folder=folder,
-            until=self._until,
-            effort=self._effort,
-            measured=self._measured,
-        )
-        for check in (*PROMISES, *SPEED_CHECKS):
-            name = check.__name__.removeprefix("check_")
-            if check in SPEED_CHECKS and self._has_failed:
-                self._add(skipped(name, "a check before it failed"))
-            elif self._has_time(name):
-                found = await self._gather(name, check(probe))
-                if found is None:  # as would be said of the others
-                    break
-                for finding in found:
-                    self._add(finding)
-        return probe
+    def _check_storage(self, root: str, folder: str) -> None:
+        """Checks the promises of a storage, then its speed, then saves in it."""
+        with asyncio.Runner() as runner:
+            opening = TensorStoreBucket.open(root)
+            bucket = self._ask("open", lambda: runner.run(opening))
+            if bucket is None:
+                return
+            probe = Probe(bucket, folder, self._until, self._effort, self._measured)
+            try:
+                for check in (*PROMISES, *SPEED_CHECKS):
+                    name = check.__name__.removeprefix("check_")
+                    if check in SPEED_CHECKS and self._has_failed:
+                        self._add(skipped(name, "a check before it failed"))
+                    elif not self._make(name, lambda: runner.run(check(probe))):  # noqa: B023
+                        return  # as would be said of the others
+                if not (probe.storage.is_memory or self._has_failed):
+                    self._check_saves(root, probe, runner)
+            finally:
+                self._written_bytes += probe.written_bytes
+                if probe.storage.is_remote:
+                    deleting = _delete(probe.bucket, folder)
+                    self._make("clean-up", lambda: runner.run(deleting))
 
-    def _check_saves(self, root: str, folder: str) -> int:
-        """Makes the drill in a store below a root; returns the bytes that it writes."""
-        place = DrillRun(
-            target=below(root, f"{folder}store"),
-            options={},
-            run="doctor/drill",
-            state_bytes=self._effort.state_bytes,
-        )
+    def _check_saves(self, root: str, probe: Probe, runner: asyncio.Runner) -> None:
+        """Makes the drill in stores below a root."""
+        state_bytes, folder = self._effort.state_bytes, probe.folder
+        place = DrillRun(target=below(root, f"{folder}store"), state_bytes=state_bytes)
+        self._written_bytes += 6 * state_bytes
         if self._make("save", lambda: drill.check_saves(place, self._measured)):
             other = replace(place, target=below(root, f"{folder}flipped"))
 
             def flip() -> str:
-                return asyncio.run(_flip(root, f"{folder}flipped/"))
+                return runner.run(_flip(probe.bucket, f"{folder}flipped/"))
 
             self._make("flipped-bit", lambda: drill.check_flip(other, flip))
-        return 6 * self._effort.state_bytes
-
-    # --- servers --------------------------------------------------------------------
 
     def examine_server(
-        self, address: str, options: Mapping[str, str], *, insecure: bool
-    ) -> Diagnosis:
-        """Checks a server, and what this client may do there."""
+        self, address: str, options: Mapping[str, Any], root: str | None = None
+    ) -> None:
+        """Checks a server, and what this client may do there; with the root of its
+        store, compares saves through the server with direct ones."""
+        self._place = address
         place = DrillRun(
             target=address,
-            options={**options, "insecure": insecure},
+            options=options,
             run=f"doctor/{self._id}",
             state_bytes=self._effort.state_bytes,
         )
         is_remote = not is_this_machine(address.rpartition(":")[0] or address)
-        is_encrypted = not insecure and (is_remote or "ca" in options)
-        clients: list[Client] = []
-
-        def open_client() -> Iterable[Finding]:
-            clients.append(place.connect())
-            return check_server(
-                clients[0], is_encrypted=is_encrypted, is_remote=is_remote
+        client = self._ask("server", place.connect)
+        if client is None:
+            return
+        with client:
+            self._make(
+                "server", lambda: check_server(client, options, is_remote=is_remote)
             )
-
-        if not self._make("server", open_client):
-            return self._diagnosis(address)
-        with clients[0] as client:
+            self._written_bytes = 5 * place.state_bytes
             try:
                 if self._make("save", lambda: drill.check_saves(place, self._measured)):
                     self._make("clock", lambda: check_server_clock(client, place.run))
+                    self._compare_ways(place, root)
             finally:
                 self._make("clean-up", lambda: drill.delete_run(place))
-        return self._diagnosis(address, written_bytes=5 * self._effort.state_bytes)
 
-    # --- findings -------------------------------------------------------------------
+    def _compare_ways(self, place: DrillRun, root: str | None) -> None:
+        if root is None:
+            why = "give the root of the server's store to compare with direct saves"
+            self._add(skipped("direct", why))
+            return
+        self._written_bytes += drill.COMPARED * place.state_bytes
+        reach, measured = partial(_reaches, root), self._measured
+        self._make("direct", lambda: drill.compare_ways(place, root, reach, measured))
+
+    def end(
+        self, storage: Storage | None = None, work: Workload | None = None
+    ) -> Diagnosis:
+        """Estimates the cost of saves in a storage, and returns the diagnosis."""
+        if work is not None:
+            self._make("cost", lambda: estimate_cost(work, storage))
+        return Diagnosis(
+            place=self._place,
+            findings=tuple(self._findings),
+            measured=self._measured,
+            written_bytes=self._written_bytes,
+        )
 
     @property
     def _has_failed(self) -> bool:
         return any(found.severity is Severity.FAILURE for found in self._findings)
 
-    def _has_time(self, name: str) -> bool:
-        """Returns whether a check may begin; reports that it is skipped otherwise."""
-        if time.monotonic() < self._until or name == "clean-up":
-            return True
-        self._add(skipped(name, f"{self._effort.max_seconds:.0f} s have passed"))
-        return False
-
     def _make(self, name: str, check: Callable[[], Iterable[Finding]]) -> bool:
         """Makes a check; returns whether it ended without an error."""
-        if not self._has_time(name):
-            return False
-        with self._reported(name) as ended:
-            for finding in check():
-                self._add(finding)
-            ended.append(True)
-        return bool(ended)
+        found = self._ask(name, check)
+        for finding in found or ():
+            self._add(finding)
+        return found is not None
 
-    async def _gather(self, name: str, check: Awaitable[T]) -> T | None:
-        """Returns the result of a check; reports an error, and returns None."""
-        with self._reported(name):
-            return await check
-        return None
-
-    @contextmanager
-    def _reported(self, name: str) -> Generator[list[bool]]:
-        """Reports an error of the block as a failure of the check."""
+    def _ask(self, name: str, call: Callable[[], T]) -> T | None:
+        """Returns the result of a call; if it fails, reports that, and returns None."""
+        is_last = name == "clean-up"
+        if time.monotonic() >= self._until and not is_last:
+            self._add(skipped(name, f"{self._effort.max_seconds:.0f} s have passed"))
+            return None
         try:
-            yield []
-        except (StoreError, StorageError, OSError, TimeoutError) as e:
-            self._add(problem("check.failed", f"{name}: {str(e) or type(e).__name__}"))
+            return call()
+        except (StoreError, StorageError, OSError) as e:
+            text = getattr(e, "strerror", None) or str(e) or type(e).__name__
+            code = "clean-up.left" if is_last else "check.failed"
+            self._add(problem(code, f"{name}: {text}"))
+            return None
 
     def _add(self, finding: Finding) -> None:
         self._findings.append(finding)
         self._report(finding)
-
-    def _diagnosis(
-        self,
-        place: str,
-        *,
-        recommended_root: str | None = None,
-        written_bytes: int = 0,
-    ) -> Diagnosis:
-        return Diagnosis(
-            place=place,
-            findings=tuple(self._findings),
-            measured=self._measured,
-            recommended_root=recommended_root,
-            written_bytes=written_bytes,
-        )
 
 
 def below(root: str, folder: str) -> str:
@@ -299,42 +310,36 @@ def below(root: str, folder: str) -> str:
     return urlunsplit(url._replace(path=f"{url.path.rstrip('/')}/{folder}"))
 
 
-def with_concurrency(root: str, count: int) -> str:
-    """Returns a root with another number of concurrent requests."""
-    url = urlsplit(root)
-    options = dict(parse_qsl(url.query)) | {"concurrency": str(count)}
-    return urlunsplit(url._replace(query=urlencode(options, safe=":/")))
-
-
-def _check_in(folder: Path) -> list[Finding]:
-    folder.mkdir(parents=True)
-    try:
-        return check_directory(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _delete(root: str, storage: Storage, folder: str) -> list[Finding]:
-    """Deletes all objects of the checks, and the folders of files."""
-
-    async def delete() -> None:
-        await (await TensorStoreBucket.open(root)).delete_below(folder)
-
-    path = Path(storage.spec.get("path", ""))
-    if not storage.is_files:
-        asyncio.run(delete())
-    elif (path / folder).exists():
-        shutil.rmtree(path / folder)
-    if storage.is_files:
-        with suppress(OSError):  # other probes, or a store
-            (path / PROBES).rmdir()
-            path.rmdir()
+async def _delete(bucket: TensorStoreBucket, folder: str) -> list[Finding]:
+    """Deletes the objects of the checks, also of an interrupted one."""
+    for _ in range(2):
+        await bucket.delete_below(folder)
+        await asyncio.sleep(_LATE_SECONDS)
     return []
 
 
-async def _flip(root: str, folder: str) -> str:
+_LATE_SECONDS: Final = 0.3
+"""Time in which an abandoned request may still arrive."""
+
+
+def _reaches(root: str) -> bool:
+    """Returns whether this machine reaches the storage of a root."""
+
+    async def list_names() -> None:
+        await (await TensorStoreBucket.open(root)).first_names(1)
+
+    storage = storage_at(root)
+    if storage.is_files:
+        return Path(storage.spec["path"]).is_dir()
+    try:
+        asyncio.run(list_names())
+    except StorageError:
+        return False
+    return True
+
+
+async def _flip(bucket: TensorStoreBucket, folder: str) -> str:
     """Flips a bit of the largest object below a folder; returns its path there."""
-    bucket = await TensorStoreBucket.open(root)
     sizes = await bucket.sizes(folder)
     path = max(sizes, key=lambda path: sizes[path])
     stored = await bucket.read(path)
@@ -356,48 +361,32 @@ NEEDED: Final = (
 
 
 def check_server(
-    client: "Client", *, is_encrypted: bool, is_remote: bool
+    client: "Client", options: Mapping[str, Any], *, is_remote: bool
 ) -> list[Finding]:
     """Asks a server about itself and the caller; writes nothing.
 
     Raises:
         StoreError: The server does not answer.
     """
-    return [
-        _check_version(client.info().version),
-        _check_encryption(is_encrypted=is_encrypted, is_remote=is_remote),
-        *_check_identity(client, is_remote=is_remote),
-    ]
-
-
-def _check_version(server: str) -> Finding:
-    ours = version("storesvc")
-    shown = f"server {server}, client {ours}"
-    if server.split(".")[:2] == ours.split(".")[:2]:
-        return passed("version", shown)
-    return problem("version.differs", shown)
-
-
-def _check_encryption(*, is_encrypted: bool, is_remote: bool) -> Finding:
-    if is_encrypted:
-        return passed("encryption", "TLS")
-    if not is_remote:
-        return passed("encryption", "plaintext within this machine")
-    return problem("encryption.none", "plaintext to another machine")
-
-
-def _check_identity(client: "Client", *, is_remote: bool) -> list[Finding]:
+    ours, theirs = version("storesvc"), client.info().version
+    shown = f"server {theirs}, client {ours}"
+    differs = theirs.split(".")[:2] != ours.split(".")[:2]
+    found = judge("version.differs", shown if differs else "", shown)
+    is_encrypted = "ca" in options or (is_remote and not options.get("insecure"))
+    shown = "plaintext to another machine"
+    fine = "TLS" if is_encrypted else "plaintext within this machine"
+    is_plain = is_remote and not is_encrypted
+    found += judge("encryption.none", shown if is_plain else "", fine)
     who = client.identity()
     name = who.principal or "anonymous"
     if not who.is_restricted:
         shown = f"{name}: there is no policy, and every caller may do everything"
-        return [problem("policy.none", shown) if is_remote else passed("policy", shown)]
+        return found + judge("policy.none", shown if is_remote else "", shown)
     allowed = client.test_permissions(None, NEEDED)
     lacking = [permission for permission in NEEDED if permission not in allowed]
-    if not lacking:
-        return [passed("permissions", f"{name}: {', '.join(NEEDED)}")]
     shown = f"{name} lacks {', '.join(lacking)} on all runs"
-    return [problem("permissions.role", shown)]
+    fine = f"{name}: {', '.join(NEEDED)}"
+    return found + judge("permissions.role", shown if lacking else "", fine)
 
 
 def check_server_clock(client: "Client", run: str) -> list[Finding]:

@@ -1,5 +1,5 @@
-"""Makes a real save, kills the process of another one, resumes, restores, and flips a
-bit of what was stored.
+"""Makes a real save, kills the process of another one, resumes, restores, flips a bit
+of what was stored, and compares the ways to a store.
 
 ``python -m storesvc_client._doctor.drill`` is the process that is killed: it reads its
 arguments as JSON from stdin, prints a line when it begins to save, and saves.
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,11 +21,12 @@ from storesvc_client import (
     Client,
     DataLossError,
     NotFoundError,
+    Run,
     StoreError,
     UnavailableError,
     connect,
 )
-from storesvc_client._doctor.findings import Finding, passed, problem
+from storesvc_client._doctor.findings import Finding, judge, passed, problem
 from storesvc_client._views.texts import size_text
 
 MIB: Final = 1 << 20
@@ -39,10 +40,10 @@ class DrillRun:
     """A store for the drill, and the run in it."""
 
     target: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``connect`` that are texts or booleans; ``token_file`` is a path."""
-    run: str
-    state_bytes: int
+    run: str = "doctor/drill"
+    state_bytes: int = 0
 
     def connect(self) -> Client:
         """Returns a new client of the store."""
@@ -53,17 +54,38 @@ class DrillRun:
 
     def make_state(self, step: int) -> dict[str, Any]:
         """Returns the state of a step, always the same."""
-        return make_state(step, self.state_bytes)
+        drawn = np.random.default_rng(step)
+        count = self.state_bytes // 4 // 4
+        return {
+            f"layer{number}": drawn.integers(0, 1 << 32, count, dtype=np.uint32)
+            for number in range(4)
+        }
 
+    def save(self, run: Run, step: int) -> float:
+        """Saves the state of a step; returns the seconds."""
+        state = self.make_state(step)
+        return _time(lambda: run.save(step, state).result())
 
-def make_state(seed: int, size_bytes: int) -> dict[str, Any]:
-    """Returns a state of so many bytes, the same for the same seed."""
-    drawn = np.random.default_rng(seed)
-    count = size_bytes // 4 // 4
-    return {
-        f"layer{number}": drawn.integers(0, 1 << 32, count, dtype=np.uint32)
-        for number in range(4)
-    }
+    def restore(self, run: Run, step: int) -> float:
+        """Restores a step, and compares each bit; returns the seconds.
+
+        Raises:
+            DataLossError: It is not what was saved.
+        """
+        begin = time.perf_counter()
+        state = run.restore(step)
+        seconds = time.perf_counter() - begin
+        for name, leaf in self.make_state(step).items():
+            if not np.array_equal(leaf, state[name]):
+                raise DataLossError(
+                    "expected to restore what was saved, got other bytes of "
+                    f"{self.run}@{step}:{name}"
+                )
+        return seconds
+
+    def rate(self, seconds: float) -> float:
+        """Returns MiB per second."""
+        return self.state_bytes / MIB / seconds
 
 
 def check_saves(place: DrillRun, measured: dict[str, float]) -> list[Finding]:
@@ -75,7 +97,7 @@ def check_saves(place: DrillRun, measured: dict[str, float]) -> list[Finding]:
     with place.connect() as client:
         run = client.run(place.run)
         run.save(0, {"warm": 0}).result()  # imports and connections are not measured
-        seconds = _time(lambda: run.save(1, place.make_state(1)).result())
+        seconds = place.save(run, 1)
         killed = next(
             (
                 step
@@ -86,34 +108,16 @@ def check_saves(place: DrillRun, measured: dict[str, float]) -> list[Finding]:
         )
         done = "no save was slow enough to kill before its commit"
         if killed is not None:
-            again = _time(lambda: run.save(killed, place.make_state(killed)).result())
+            again = place.save(run, killed)
             done = f"a save was killed before its commit, made again in {again:.2f} s"
-        begin = time.perf_counter()
-        restored = {step: run.restore(step) for step in (1, killed or 2)}
-        measured["restore_mib_per_second"] = (
-            2 * place.state_bytes / MIB / (time.perf_counter() - begin)
-        )
-    measured["save_mib_per_second"] = place.state_bytes / MIB / seconds
-    wrong = [
-        f"{place.run}@{step}:{name}"
-        for step, state in restored.items()
-        for name, leaf in place.make_state(step).items()
-        if not np.array_equal(leaf, state[name])
-    ]
-    if wrong:
-        return [
-            problem(
-                "save.wrong",
-                f"expected to restore what was saved, got other bytes of {wrong[0]}",
-            )
-        ]
-    return [
-        passed(
-            "save",
-            f"{size_text(place.state_bytes)} in {seconds:.2f} s; {done}; both steps "
-            "were restored bit for bit",
-        )
-    ]
+        try:
+            restored = place.restore(run, 1) + place.restore(run, killed or 2)
+        except DataLossError as e:
+            return [problem("save.wrong", str(e))]
+    measured["save_mib_per_second"] = place.rate(seconds)
+    measured["restore_mib_per_second"] = 2 * place.rate(restored)
+    shown = f"{size_text(place.state_bytes)} in {seconds:.2f} s; {done}; "
+    return [passed("save", f"{shown}both steps were restored bit for bit")]
 
 
 def _time(act: Callable[[], object]) -> float:
@@ -134,6 +138,7 @@ def _kill_a_save(place: DrillRun, client: Client, step: int, *, after: float) ->
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # a Ctrl-C is ours
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -167,23 +172,91 @@ def check_flip(place: DrillRun, flip: Callable[[], str]) -> list[Finding]:
         flip: Flips the bit, and returns the file's name.
     """
     with place.connect() as client:
-        client.run(place.run).save(1, place.make_state(1)).result()
-    file = flip()
+        place.save(client.run(place.run), 1)
+    file, missed = flip(), "restore"
     with place.connect() as client:
         run = client.run(place.run)
-        damages = run.verify(1).damages
+        if not run.verify(1).damages:
+            missed = "verify"
         try:
             run.restore(1)
         except DataLossError:
-            if damages:
-                return [passed("flipped-bit", f"found by verify and restore in {file}")]
-    missed = "restore" if damages else "verify"
-    return [
-        problem(
-            "flipped-bit.missed",
-            f"expected a flipped bit of {file} to be found, got none by {missed}",
+            missed = missed.removeprefix("restore")
+    wrong = f"expected a flipped bit of {file} to be found, got none by {missed}"
+    fine = f"found by verify and restore in {file}"
+    return judge("flipped-bit.missed", wrong if missed else "", fine)
+
+
+_ROUNDS: Final = 3
+COMPARED: Final = 2 * _ROUNDS
+"""Saves that are compared."""
+
+_FASTER: Final = 0.9
+"""Share of the time of a streamed save and restore from which direct is worth it."""
+
+
+def compare_ways(
+    place: DrillRun, root: str, reach: Callable[[], bool], measured: dict[str, float]
+) -> list[Finding]:
+    """Saves and restores through the server and directly, and says what to choose.
+
+    Args:
+        place: The server.
+        root: The root of its store.
+        reach: Returns whether this machine reaches the root.
+        measured: Receives the rates.
+
+    Raises:
+        StoreError: The store does not work through the server.
+    """
+    refusals = []
+    for more in ({}, {"lend_credentials": True}):
+        options = {"direct": root, **more}
+        direct = replace(place, options={**place.options, **options})
+        try:
+            seconds = _measure_ways(place, direct)
+        except DataLossError as e:
+            return [problem("save.wrong", str(e))]
+        except StoreError as e:
+            refusals.append(str(e))
+            continue
+        rates = {name: place.rate(each) for name, each in seconds.items()}
+        measured |= {f"{name}_mib_per_second": rate for name, rate in rates.items()}
+        shown = ", ".join(
+            f"{name.replace('_', ' ')} {rate:.0f} MiB/s" for name, rate in rates.items()
         )
-    ]
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return [passed("direct", f"{shown}; {choose_way(seconds, given)}")]
+    code = "direct.rejected" if reach() else "direct.unreachable"
+    return [problem(code, refusals[0])]
+
+
+def _measure_ways(streamed: DrillRun, direct: DrillRun) -> dict[str, float]:
+    """Returns the fewest seconds of a save and of a restore in either way."""
+    with streamed.connect() as one, direct.connect() as other:
+        runs = {"streamed": one.run(direct.run), "direct": other.run(direct.run)}
+        seconds = dict[str, float]()
+        for step in range(10, 10 + COMPARED):
+            way = ("streamed", "direct")[step % 2]
+            for name, act in (("save", direct.save), ("restore", direct.restore)):
+                found = act(runs[way], step)
+                key = f"{way}_{name}"
+                seconds[key] = min(found, seconds.get(key, found))
+        return seconds
+
+
+def choose_way(seconds: Mapping[str, float], options: str) -> str:
+    """Returns which way a client should take, and why."""
+    streamed, direct = (
+        seconds[f"{way}_save"] + seconds[f"{way}_restore"]
+        for way in ("streamed", "direct")
+    )
+    if direct <= _FASTER * streamed:
+        return f"connect with {options}: {streamed / direct:.1f} times as fast"
+    return (
+        f"connect without direct=: it is {streamed / direct:.1f} times as fast, and "
+        "needs access to the storage"
+    )
 
 
 def delete_run(place: DrillRun) -> list[Finding]:

@@ -14,13 +14,12 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import tensorstore as ts
 
 from storesvc.errors import (
-    CorruptDataError,
     InvalidFieldError,
     StorageDeniedError,
     StoreError,
@@ -28,7 +27,14 @@ from storesvc.errors import (
 from storesvc.storage.bucket import check_conditions
 from storesvc.storage.location import Storage
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc_client._doctor.findings import Effort, Finding, passed, problem, skipped
+from storesvc_client._doctor.findings import (
+    Effort,
+    Finding,
+    judge,
+    passed,
+    problem,
+    skipped,
+)
 
 _OBJECTS: Final = 24
 """Objects of a list; few pages would hide no more."""
@@ -38,19 +44,23 @@ _RANGES: Final = 32
 _RANGED_BYTES: Final = 1 << 20
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Probe:
     """The storage that is checked, and the account of what the checks did to it."""
 
     bucket: TensorStoreBucket
-    storage: Storage
     folder: str
     """Prefix of all objects of the checks; ends with a slash."""
     until: float
     """End of the checks, by ``time.monotonic``."""
     effort: Effort
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float]
     written_bytes: int = 0
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the bucket."""
+        return self.bucket.opened.storage
 
     @property
     def left_seconds(self) -> float:
@@ -71,28 +81,18 @@ class Probe:
 
 
 _PERMISSIONS: Final = {
-    "gcs": {
-        "create": "storage.objects.create",
-        "read": "storage.objects.get",
-        "list": "storage.objects.list",
-        "overwrite": "storage.objects.create and storage.objects.delete",
-        "delete": "storage.objects.delete",
-    },
-    "s3": {
-        "create": "s3:PutObject",
-        "read": "s3:GetObject",
-        "list": "s3:ListBucket",
-        "overwrite": "s3:PutObject",
-        "delete": "s3:DeleteObject",
-    },
+    "create": ("storage.objects.create", "s3:PutObject"),
+    "read": ("storage.objects.get", "s3:GetObject"),
+    "list": ("storage.objects.list", "s3:ListBucket"),
+    "overwrite": ("storage.objects.create and .delete", "s3:PutObject"),
+    "delete": ("storage.objects.delete", "s3:DeleteObject"),
 }
-"""Permission for each operation, by its provider's name."""
+"""Permission for each operation, by Google's name and by Amazon's."""
 
 
 async def check_permissions(probe: Probe) -> list[Finding]:
     """Makes each kind of request once; names each that is denied."""
-    path = f"{probe.folder}permissions"
-    bucket = probe.bucket
+    path, bucket, denied = f"{probe.folder}permissions", probe.bucket, []
     requests: dict[str, Callable[[], Awaitable[object]]] = {
         "create": lambda: bucket.write(path, b"1"),
         "read": lambda: bucket.read(path),
@@ -100,69 +100,47 @@ async def check_permissions(probe: Probe) -> list[Finding]:
         "overwrite": lambda: bucket.write(path, b"2"),
         "delete": lambda: bucket.delete(path),
     }
-    denied = [name for name in requests if await _is_denied(requests[name])]
-    if not denied:
-        return [passed("permissions", f"{', '.join(requests)}: all allowed")]
-    return [
-        problem(
-            f"permissions.{name}",
-            f"expected this identity to {name} objects, got a denial: it needs "
-            f"{_permission(probe.storage, name)}",
-        )
-        for name in denied
-    ]
-
-
-async def _is_denied(request: Callable[[], Awaitable[object]]) -> bool:
-    try:
-        await request()
-    except StorageDeniedError:
-        return True
-    return False
-
-
-def _permission(storage: Storage, operation: str) -> str:
-    if storage.is_files or storage.is_memory:
-        return "write permission for the directory and all below it"
-    return _PERMISSIONS["s3" if storage.is_s3 else "gcs"][operation]
+    for name, request in requests.items():
+        needed = "write permission for the directory and all below it"
+        if probe.storage.is_remote:
+            needed = _PERMISSIONS[name][probe.storage.is_s3]
+        try:
+            await request()
+        except StorageDeniedError:
+            found = f"expected this identity to {name} objects, got a denial"
+            denied.append(problem(f"permissions.{name}", f"{found}: it needs {needed}"))
+    return denied or [passed("permissions", f"{', '.join(requests)}: all allowed")]
 
 
 async def check_storage_conditions(probe: Probe) -> list[Finding]:
     """Makes changes whose condition does not hold; none may be accepted."""
+    wrong = ""
     try:
-        await check_conditions(probe.bucket)
+        await check_conditions(probe.bucket, probe.folder)
     except InvalidFieldError as e:
-        return [problem("conditions.ignored", str(e))]
-    return [passed("conditions", "create, overwrite and delete are conditional")]
+        wrong = str(e)
+    fine = "create, overwrite and delete are conditional"
+    return judge("conditions.ignored", wrong, fine)
 
 
 async def check_lists(probe: Probe) -> list[Finding]:
     """Lists before and right after writes, and right after deletions."""
-    await probe.bucket.list(f"{probe.folder}list/")
+    folder, bucket = f"{probe.folder}list/", probe.bucket
+    await bucket.list(folder)
     names = [f"list/{number:03}" for number in range(_OBJECTS)]
     paths = await asyncio.gather(*(probe.write(name, b"x") for name in names))
-    listed = set(await probe.bucket.list(f"{probe.folder}list/"))
-    missing = [path for path in paths if path not in listed]
-    await asyncio.gather(*(probe.bucket.delete(path) for path in paths[::2]))
-    listed = set(await probe.bucket.list(f"{probe.folder}list/"))
-    ghosts = [path for path in paths[::2] if path in listed]
-    found = []
+    missing = set(paths) - {*await bucket.list(folder)}
+    await asyncio.gather(*(bucket.delete(path) for path in paths[::2]))
+    ghosts = set(paths[::2]) & {*await bucket.list(folder)}
     if missing:
-        found.append(
-            problem(
-                "lists.incomplete",
-                f"expected a list with the {_OBJECTS} objects that were just written, "
-                f"got one without {len(missing)} of them",
-            )
+        found = (
+            f"expected a list with the {_OBJECTS} objects that were just written, got "
+            f"one without {len(missing)} of them"
         )
-    if ghosts:
-        found.append(
-            problem(
-                "lists.stale",
-                f"a list has {len(ghosts)} objects that were just deleted",
-            )
-        )
-    return found or [passed("lists", "a list shows each write and deletion at once")]
+        return [problem("lists.incomplete", found)]
+    shown = f"a list has {len(ghosts)} objects that were just deleted"
+    fine = "a list shows each write and deletion at once"
+    return judge("lists.stale", shown if ghosts else "", fine)
 
 
 async def check_reads(probe: Probe) -> list[Finding]:
@@ -173,15 +151,12 @@ async def check_reads(probe: Probe) -> list[Finding]:
         path = await probe.write("overwritten", data)
         stored = await probe.bucket.read(path)
         stale += stored is None or stored.data != data
-    if stale:
-        return [
-            problem(
-                "reads.stale",
-                f"expected each read to return the last write, got an older version "
-                f"{stale} times of {_OVERWRITES}",
-            )
-        ]
-    return [passed("reads", f"{_OVERWRITES} of {_OVERWRITES} reads saw the last write")]
+    wrong = (
+        "expected each read to return the last write, got an older version "
+        f"{stale} times of {_OVERWRITES}"
+    )
+    fine = f"{_OVERWRITES} of {_OVERWRITES} reads saw the last write"
+    return judge("reads.stale", wrong if stale else "", fine)
 
 
 async def check_ranges(probe: Probe) -> list[Finding]:
@@ -189,32 +164,24 @@ async def check_ranges(probe: Probe) -> list[Finding]:
     data = random.Random(1).randbytes(_RANGED_BYTES)  # noqa: S311 - no secret
     path = await probe.write("ranged", data)
     drawn = random.Random(2)  # noqa: S311 - no secret
-    spans = [sorted(drawn.sample(range(len(data) + 1), 2)) for _ in range(_RANGES)]
-    read = (_read_range(probe, path, start, stop) for start, stop in spans)
-    got = await asyncio.gather(*read)
-    wrong = [
-        one if isinstance(one, StoreError) else "other bytes"
-        for (start, stop), one in zip(spans, got, strict=True)
-        if one != data[start:stop]
-    ]
-    if wrong:
-        return [
-            problem(
-                "ranges.wrong",
-                f"expected {_RANGES} ranges of an object as written, got {wrong[0]} "
-                f"({len(wrong)} of {_RANGES})",
-            )
-        ]
-    return [passed("ranges", f"{_RANGES} of {_RANGES} ranges equal what was written")]
 
+    async def read() -> str:
+        """Returns what is wrong with a range; empty: nothing."""
+        start, stop = sorted(drawn.sample(range(len(data) + 1), 2))
+        try:
+            got = await probe.bucket.read_range(path, start, stop)
+        except StoreError as e:
+            return str(e)
+        return "" if got == data[start:stop] else "other bytes"
 
-async def _read_range(
-    probe: Probe, path: str, start: int, stop: int
-) -> bytes | StoreError:
-    try:
-        return await probe.bucket.read_range(path, start, stop)
-    except (CorruptDataError, StoreError) as e:
-        return e
+    read_all = await asyncio.gather(*(read() for _ in range(_RANGES)))
+    wrong = [one for one in read_all if one]
+    shown = (
+        f"expected {_RANGES} ranges of an object as written, got "
+        f"{next(iter(wrong), '')} ({len(wrong)} of {_RANGES})"
+    )
+    fine = f"{_RANGES} of {_RANGES} ranges equal what was written"
+    return judge("ranges.wrong", shown if wrong else "", fine)
 
 
 _NAMES: Final[Sequence[str]] = ("names/Case", "names/case", "names/é#%23 +", "n" * 200)
@@ -229,15 +196,9 @@ async def check_names(probe: Probe) -> list[Finding]:
         stored = await probe.bucket.read(f"{probe.folder}{name}")
         if stored is None or stored.data != name.encode():
             wrong.append(name)
-    if wrong:
-        return [
-            problem(
-                "names.folded",
-                f"expected each object under its own name, got another one's for "
-                f"{wrong[0]!r}",
-            )
-        ]
-    return [passed("names", "upper and lower case, signs and 200 characters")]
+    shown = f"expected each object under its own name, got others' for {wrong}"
+    fine = "upper and lower case, signs and 200 characters"
+    return judge("names.folded", shown if wrong else "", fine)
 
 
 PROMISES: Final = (
@@ -284,24 +245,18 @@ async def check_latency(probe: Probe) -> list[Finding]:
         ticking = beside.create_task(_tick(lags))
         reads = await _sample(lambda _: probe.bucket.read(path), count)
         ticking.cancel()
+    texts = []
     for name, seconds in (("write", writes), ("read", reads)):
-        for percent in (50, 99):
-            key = f"small_{name}_p{percent}_ms"
-            probe.measured[key] = 1000 * percentile(seconds, percent)
-    shown = ", ".join(
-        f"{name} {1000 * percentile(each, 50):.1f} ms (p99 "
-        f"{1000 * percentile(each, 99):.1f})"
-        for name, each in (("write", writes), ("read", reads))
+        p50, p99 = (1000 * percentile(seconds, percent) for percent in (50, 99))
+        probe.measured |= {f"small_{name}_p50_ms": p50, f"small_{name}_p99_ms": p99}
+        texts.append(f"{name} {p50:.1f} ms (p99 {p99:.1f})")
+    shown = ", ".join(texts)
+    share = tail_share(reads, noise_seconds=max(lags, default=0.0))
+    wrong = (
+        f"{100 * share:.1f} % of small reads take over {_TAIL_FACTOR} times the "
+        f"median: {shown}"
     )
-    if share := tail_share(reads, noise_seconds=max(lags, default=0.0)):
-        return [
-            problem(
-                "latency.tail",
-                f"{100 * share:.1f} % of small reads take over {_TAIL_FACTOR} times "
-                f"the median: {shown}",
-            )
-        ]
-    return [passed("latency", shown)]
+    return judge("latency.tail", wrong if share else "", shown)
 
 
 def percentile(seconds: Sequence[float], percent: int) -> float:
@@ -345,8 +300,7 @@ async def _sample(
     return seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class Level(NamedTuple):
     """The rate at a number of concurrent requests."""
 
     concurrency: int
@@ -357,12 +311,8 @@ class Level:
 
 def best_concurrency(levels: Sequence[Level]) -> int:
     """Returns the fewest concurrent requests whose rate is near the best."""
-    best = max(level.bytes_per_second for level in levels)
-    return next(
-        level.concurrency
-        for level in levels
-        if level.bytes_per_second >= _NEAR_BEST * best
-    )
+    near = _NEAR_BEST * max(level.bytes_per_second for level in levels)
+    return min(level.concurrency for level in levels if level.bytes_per_second >= near)
 
 
 async def check_rate(probe: Probe) -> list[Finding]:
@@ -378,35 +328,27 @@ async def check_rate(probe: Probe) -> list[Finding]:
     if not paths:
         return [skipped("rate", "no bytes or time are left for it")]
     rate = len(paths) * len(data) / (time.perf_counter() - begin)
-    written = Level(
-        concurrency=16,
-        bytes_per_second=rate,
-        retry_count=_retry_count(probe) - retries,
-    )
+    written = Level(16, rate, _retry_count(probe) - retries)
     levels = [await _measure_level(probe, paths, n) for n in LEVELS]
     best = best_concurrency(levels)
     rates = {level.concurrency: level.bytes_per_second / MIB for level in levels}
     probe.measured |= {
-        "write_mib_per_second": written.bytes_per_second / MIB,
+        "write_mib_per_second": rate / MIB,
         "read_mib_per_second_of_one": rates[1],
         "read_mib_per_second": rates[best],
         "recommended_concurrency": best,
     }
     shown = (
-        f"write {written.bytes_per_second / MIB:.0f} MiB/s, read {rates[1]:.0f} with "
-        f"one request, {rates[best]:.0f} with {best}"
+        f"write {rate / MIB:.0f} MiB/s, read {rates[1]:.0f} with one request, "
+        f"{rates[best]:.0f} with {best}"
     )
-    repeated = [level for level in (written, *levels) if level.retry_count]
-    if repeated:
-        first = repeated[0]
-        return [
-            problem(
-                "rate.throttled",
-                f"the storage made TensorStore repeat {first.retry_count} requests "
-                f"with {first.concurrency} at once (429, 5xx or no answer): {shown}",
-            )
-        ]
-    return [passed("rate", shown)]
+    wrong = [
+        f"the storage made TensorStore repeat {level.retry_count} requests with "
+        f"{level.concurrency} at once (429, 5xx or no answer): {shown}"
+        for level in (written, *levels)
+        if level.retry_count
+    ]
+    return judge("rate.throttled", wrong[0] if wrong else "", shown)
 
 
 async def _measure_level(probe: Probe, paths: Sequence[str], concurrency: int) -> Level:
@@ -423,20 +365,15 @@ async def _measure_level(probe: Probe, paths: Sequence[str], concurrency: int) -
                 read_bytes += len(data)
 
     await asyncio.gather(*map(read, paths[: max(4, 4 * concurrency)]))
-    return Level(
-        concurrency=concurrency,
-        bytes_per_second=read_bytes / (time.perf_counter() - begin),
-        retry_count=_retry_count(probe) - retries,
-    )
+    rate = read_bytes / (time.perf_counter() - begin)
+    return Level(concurrency, rate, _retry_count(probe) - retries)
 
 
 def _retry_count(probe: Probe) -> int:
     """Returns TensorStore's count of repeated requests since this process began."""
     name = f"/tensorstore/kvstore/{probe.storage.spec['driver']}/retries"
     metrics = ts.experimental_collect_matching_metrics(name, include_zero_metrics=True)
-    values = [
-        v for metric in metrics if metric["name"] == name for v in metric["values"]
-    ]
+    values = (v for each in metrics if each["name"] == name for v in each["values"])
     return sum(int(value.get("value", 0)) for value in values)
 
 

@@ -1,5 +1,7 @@
 """``storectl doctor``: checks whether a place can hold a store."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from storesvc_client.cli.connection import (
     native_log_hidden,
     pass_connection,
 )
+from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -21,11 +24,16 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("target", type=store_target, metavar="[TARGET]", required=False)
 @click.option(
+    "--direct",
+    metavar="ROOT",
+    help="Root of the store of a server: compare saves through the server with direct "
+    "ones.",
+)
+@click.option(
     "--tree",
-    "state_bytes",
-    type=size,
-    metavar="SIZE",
-    help="Size of a checkpoint, such as 140GB: estimate the cost of a month.",
+    metavar="SIZE|RUN@STEP",
+    help="Size of a checkpoint, such as 140GB, or a checkpoint: estimate the cost of a "
+    "month.",
 )
 @click.option(
     "--every",
@@ -41,7 +49,8 @@ def doctor(
     connection: Connection,
     *,
     target: str | None,
-    state_bytes: int | None,
+    direct: str | None,
+    tree: str | None,
     every: timedelta,
     as_json: bool,
 ) -> None:
@@ -58,20 +67,21 @@ def doctor(
     Examples:
       storectl doctor /ckpts
       storectl doctor gs://bucket/prefix --tree 140GB --every 10m
-      storectl doctor ckpt.example:7070 --ca ca.pem --json
+      storectl doctor ckpt.example:7070 --ca ca.pem --direct gs://bucket/prefix
     """
     from storesvc_client._doctor.doctor import doctor as examine
 
     if target is not None:
         connection = connection.to_store(target)
-    resolved = connection.resolve()
-    with native_log_hidden(shown=is_verbose()):
+    with _errors_reported(), native_log_hidden(shown=is_verbose()):
+        resolved = connection.resolve()
         found = examine(
             resolved.target,
             **resolved.server_files(),
             insecure=resolved.insecure,
             token=resolved.token(),
-            state_bytes=state_bytes,
+            direct=direct,
+            tree=size(tree) if tree is not None and "@" not in tree else tree,
             interval=every,
             on_finding=_ignore if as_json else _show,
         )
@@ -80,6 +90,22 @@ def doctor(
     else:
         _show_end(found)
     click.get_current_context().exit(found.exit_code)
+
+
+class _NotExamined(Refusal):
+    """An error before the first check; the exit code 1 would say that a store works."""
+
+    exit_code = 2
+
+
+@contextmanager
+def _errors_reported() -> Generator[None]:
+    from storesvc_client import StoreError
+
+    try:
+        yield
+    except (Refusal, StoreError) as e:
+        raise _NotExamined(str(e)) from e
 
 
 def _ignore(finding: "Finding") -> None:
@@ -97,5 +123,3 @@ def _show(finding: "Finding") -> None:
 def _show_end(found: "Diagnosis") -> None:
     click.echo()
     click.echo(f"{found.place}: {found.verdict}")
-    if found.recommended_root is not None:
-        click.echo(f"fastest as: {found.recommended_root}")

@@ -1,28 +1,18 @@
 """Opens a store and builds the components that its services share in one process.
 
-`Store.open` is the composition root: it reads or creates the record of the store, then
+`Store.open` is the composition root: it opens or creates the record of the store, then
 constructs each component once. Nothing below this module constructs another.
 """
 
-import logging
-import uuid
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Self
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
-from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.catalog.rollbacks import Reserve
 from storesvc.catalog.runs import Runs
+from storesvc.catalog.store_record import StoreFormat, open_record
 from storesvc.clock import Clock, SystemClock
-from storesvc.errors import (
-    InvalidFieldError,
-    StorageDeniedError,
-    StorageUnavailableError,
-)
-from storesvc.format import layout
 from storesvc.gc.collector import Collector
 from storesvc.gc.run_state import RunReader, UsageReader
 from storesvc.inspect.verify import Comparisons, Verifier
@@ -37,27 +27,8 @@ from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Reuse
 from storesvc.save.staging_tables import OwnTables
 from storesvc.save.uploads import Uploads
-from storesvc.storage.bucket import (
-    IF_ABSENT,
-    Generation,
-    PreconditionError,
-    check_conditions,
-)
-from storesvc.storage.location import LOCK_SUFFIX
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.watch.watcher import Watcher
-from storesvc_proto.v1 import bucket_pb2 as pb
-
-_CHECKED_ENTRIES: Final = 100
-"""Maximum entries of a root that are read to find foreign files."""
-
-_SHOWN: Final = 2
-"""Maximum foreign names in an error message."""
-
-_OWN: Final = (layout.STORE, layout.RESERVE, layout.PROBES.removesuffix("/"))
-"""Entries that a store's creation leaves if its process is killed."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +36,7 @@ class Store:
     """One open store in one process."""
 
     uid: str
+    format: StoreFormat
     bucket: TensorStoreBucket
     clock: Clock
     catalog: Catalog
@@ -110,14 +82,7 @@ class Store:
             StorageUnavailableError: The storage did not answer.
         """
         clock = clock or SystemClock()
-        found = await read_record(bucket, layout.STORE, pb.StoreRecord)
-        if found is None:
-            found = await _create(bucket, clock)
-        elif not (bucket.is_first_party or is_read_only):
-            # The storage may have been replaced since the store was created on it.
-            # A process without permission to write cannot lose a write.
-            with suppress(StorageDeniedError):
-                await check_conditions(bucket)
+        record = await open_record(bucket, clock, is_read_only=is_read_only)
         catalog = Catalog(bucket)
         journal = Journal(bucket, clock=clock)
         references = References(bucket, catalog, clock=clock)
@@ -132,7 +97,8 @@ class Store:
         retention = RetentionEnforcer(catalog, lifecycle, references, clock=clock)
         reserve = Reserve(bucket)
         return cls(
-            uid=found[0].uid,
+            uid=record.uid,
+            format=StoreFormat(bucket, record, clock=clock),
             bucket=bucket,
             clock=clock,
             catalog=catalog,
@@ -169,55 +135,3 @@ class Store:
             comparisons=Comparisons(catalog),
             watcher=Watcher(catalog, journal, bucket=bucket, clock=clock),
         )
-
-
-async def _create(
-    bucket: TensorStoreBucket, clock: Clock
-) -> tuple[pb.StoreRecord, Generation]:
-    """Returns the record of a new store, whichever process creates it first."""
-    foreign = foreign_names(await bucket.first_names(_CHECKED_ENTRIES))
-    if foreign:
-        found = await read_record(bucket, layout.STORE, pb.StoreRecord)
-        if found is None:
-            shown = ", ".join(map(repr, foreign[:_SHOWN]))
-            more = " and more" if len(foreign) > _SHOWN else ""
-            raise InvalidFieldError(
-                f"root {bucket.name}: expected a store, or nothing yet, found {shown}"
-                f"{more} and no {layout.STORE}; correct the root, or name a directory "
-                "for a new store"
-            )
-        return found  # another process created the store, and it is in use already
-    await check_conditions(bucket)
-    created = pb.StoreRecord(uid=str(uuid.uuid4()), create_time=timestamp(clock.now()))
-    with suppress(PreconditionError):  # another process created it first
-        await write_record(bucket, layout.STORE, created, condition=IF_ABSENT)
-        # Logged as a warning sign for a mistyped root.
-        _log.info("new store at %s", bucket.name)
-    found = await read_record(bucket, layout.STORE, pb.StoreRecord)
-    if found is None:
-        raise StorageUnavailableError(
-            f"{layout.STORE}: expected the record of the store, got none right after "
-            "its creation; retry"
-        )
-    return found
-
-
-def foreign_names(names: Iterable[str]) -> list[str]:
-    """Returns the entries of a root that prevent a store from being created there.
-
-    Ignores what an interrupted creation of a store leaves, and what file systems and
-    mounts put into a directory: ``lost+found`` and names that begin with a dot.
-
-    Args:
-        names: Names of entries at the root, or of objects at any depth below it.
-
-    Returns:
-        Top-level names, sorted.
-    """
-    tops = {name.partition("/")[0].removesuffix(LOCK_SUFFIX) for name in names}
-    return sorted(
-        top
-        for top in tops
-        # "" is the folder object that bucket consoles create
-        if top not in ("", "lost+found", *_OWN) and not top.startswith(".")
-    )

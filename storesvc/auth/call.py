@@ -9,7 +9,7 @@ audit log records, and what a quota counts follow from the row. Its permissions 
 `storesvc.rpc.methods`, which knows the requests.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -106,6 +106,7 @@ RPCS: Final = MappingProxyType(
         "VerifyCheckpoint": _LONG_READ,
         "CollectGarbage": _LONG_GRAVE,
         "GetUsage": _READ,
+        "UpgradeStore": _GRAVE,
         # AccessService
         "GetLoginOptions": _READ,
         "GetIdentity": _READ,
@@ -148,6 +149,8 @@ class Call:
     """Values for the audit log, such as ``step``, ``upload``, ``tag``."""
     observers: "tuple[CallObserver, ...]" = ()
     """Take part in the call, in this order."""
+    check_format: Callable[[], Awaitable[None]] | None = None
+    """Raises if the server does not write the format of the store."""
 
     @property
     def subject(self) -> Mapping[str, str]:
@@ -159,9 +162,12 @@ class Call:
         """Ends the checks of the request: the call may begin its work.
 
         Raises:
-            StoreError: An observer rejects it.
+            StoreError: An observer rejects it, or the format of the store.
         """
         self.is_checked = True
+        is_change = RPCS[self.method].effect is not Effect.NONE
+        if is_change and self.check_format and self.method != "UpgradeStore":
+            await self.check_format()
         for observer in self.observers:
             await observer.on_permitted(self)
 

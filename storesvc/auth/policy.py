@@ -72,6 +72,8 @@ class Permission(StrEnum):
     GARBAGE_COLLECT = "garbage.collect"
     GARBAGE_COLLECT_EARLY = "garbage.collectEarly"
     """To collect with a grace period below the server's default."""
+    STORES_UPGRADE = "stores.upgrade"
+    """To raise the format of the store; counts on all runs only."""
     AUDIT_READ = "audit.read"
     """To read the audit log of a server; counts on all runs only."""
 

@@ -80,11 +80,19 @@ async def read_record(
         CorruptDataError: The object is not the record that was written there.
         FormatUnsupportedError: The record is of another version of the format.
     """
+    found = await read_stored(bucket, path, kind, of=of)
+    return None if found is None else (found[0], found[1].generation)
+
+
+async def read_stored(
+    bucket: Bucket, path: str, kind: type[M], *, of: str = ""
+) -> tuple[M, Stored] | None:
+    """Returns the record at a path and its object; otherwise like ``read_record``."""
     stored = await bucket.read(path)
     if stored is None:
         return None
     try:
-        return _unseal_record(stored, kind, path), stored.generation
+        return _unseal_record(stored, kind, path), stored
     except CorruptRecordError:
         again = await bucket.read(path)
     if again is None:
@@ -95,7 +103,7 @@ async def read_record(
         reads = "" if again.data == stored.data else ", and two reads of it differ"
         raise damage_error(path, f"{e}{reads}", of=of) from e
     _log.warning("%s", corrupted_in_transit(path))
-    return record, again.generation
+    return record, again
 
 
 def _unseal_record(stored: Stored, kind: type[M], path: str) -> M:

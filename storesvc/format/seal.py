@@ -15,7 +15,11 @@ from storesvc.format.checksums import crc32c
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 FORMAT_VERSION: Final = 2
-"""The version of the bucket's format that this code writes."""
+"""The newest version of the bucket's format; all records are sealed in it, if their
+store has it."""
+
+OLDEST_WRITTEN: Final = 2
+"""The oldest version of a store that this code writes to."""
 
 OLDEST_VERSION: Final = 1
 """The oldest version that this code reads."""

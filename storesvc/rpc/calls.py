@@ -65,6 +65,8 @@ class Security:
     """Returns the policy in force; None permits everything."""
     observers: tuple[CallObserver, ...] = ()
     """Take part in each call, in this order."""
+    check_format: Callable[[], Awaitable[None]] | None = None
+    """Checks each change first: see ``StoreFormat.check``."""
     login_options: Callable[[], Sequence[access_api.LoginOption]] = list
     """Returns the issuers that people can log in with."""
     lender: Lender | None = None
@@ -225,6 +227,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             request_id=measured.request_id if measured else uuid.uuid4().hex,
             peer=context.peer(),
             observers=security.observers,
+            check_format=security.check_format,
         )
         current.set(call)
         context.set_trailing_metadata(request_id_trailer())

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from functools import partial
 
 import storesvc
+from storesvc.auth import call as access
 from storesvc.errors import InvalidFieldError
 from storesvc.format import trees
 from storesvc.format.manifests import Manifest
@@ -120,6 +121,18 @@ class MaintenanceService:
     ) -> maintenance_api.GetUsageResponse:
         name = RunName.from_resource(request.name)
         return usage_message(await self._store.usage.read_usage(name))
+
+    async def UpgradeStore(
+        self, request: maintenance_api.UpgradeStoreRequest, context: Context
+    ) -> maintenance_api.UpgradeStoreResponse:
+        before, after = await self._store.format.upgrade(
+            request.format_version, is_preview=request.validate_only
+        )
+        if (call := access.current.get()) is not None:
+            call.detail["format_version"] = f"{before} -> {after}"
+        return maintenance_api.UpgradeStoreResponse(
+            previous_version=before, format_version=after
+        )
 
 
 async def _passes(

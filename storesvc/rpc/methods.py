@@ -297,6 +297,7 @@ RULES: Final = MappingProxyType[str, Rule](
         "VerifyCheckpoint": _require(Permission.CHECKPOINTS_VERIFY, CheckpointName),
         "CollectGarbage": _collect,
         "GetUsage": _require(Permission.USAGE_GET, RunName),
+        "UpgradeStore": lambda _request: iter([(Permission.STORES_UPGRADE, AllRuns())]),
         # AccessService
         "GetLoginOptions": Public(),
         "GetIdentity": _identity,

@@ -135,7 +135,8 @@ async def running(
     """
     quotas = Quotas(security.quota_rules, store.usage.stored)
     # The quotas first: what they reject is no intent of the audit log.
-    security = replace(security, observers=(quotas, *security.observers))
+    observers, check = (quotas, *security.observers), store.format.check
+    security = replace(security, observers=observers, check_format=check)
     interceptors: list[grpc.aio.ServerInterceptor] = [
         MeasuringInterceptor(),
         ErrorInterceptor(),

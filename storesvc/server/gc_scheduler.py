@@ -139,6 +139,7 @@ async def _collect_periodically(
     while True:
         await asyncio.sleep(interval.total_seconds())
         with _log_errors("a pass over all runs"):
+            await store.format.check()
             if await lease.take():
                 await _collect_all(store, lease)
             else:
@@ -176,6 +177,7 @@ async def _collect_each(
     """Collects runs until the storage is unavailable; returns how many failed."""
     failed_runs = 0
     for run in runs:
+        await store.format.check()
         is_failed = True  # until its pass has ended
         with _log_errors(f"the collection of {run}"):
             reports = []
@@ -204,6 +206,7 @@ async def _apply_retention(store: Store) -> None:
         try:
             with _log_errors(f"retention after a commit to {run}"):
                 store.recent_commits.remove(run)
+                await store.format.check()
                 await store.collector.retain(run)
         except asyncio.CancelledError:
             store.recent_commits.add(run)  # for ``apply_pending_retention``

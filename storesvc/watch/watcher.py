@@ -13,7 +13,6 @@ later.
 """
 
 import asyncio
-import hashlib
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -27,13 +26,13 @@ from storesvc.auth.policy import Namespace, Permission
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalog, or_damage
 from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired_token_error
+from storesvc.catalog.store_record import read_store, token_key
 from storesvc.clock import Clock
 from storesvc.errors import (
     CorruptDataError,
     LimitExceededError,
     StorageUnavailableError,
 )
-from storesvc.format import layout
 from storesvc.format.names import RunName, TagName
 from storesvc.storage.bucket import Bucket
 from storesvc.watch.events import (
@@ -265,12 +264,7 @@ class Watcher:
         namespace, run, parent = _parse_watched(of)
         position = None
         if not self._key:
-            # All servers of a store have this key, and clients cannot read it: the
-            # object has a random nonce.
-            stored = await self._bucket.read(layout.STORE)
-            if stored is None:
-                raise CorruptDataError(f"{layout.STORE} is missing")
-            self._key = hashlib.blake2b(stored.data, digest_size=32).digest()
+            self._key = token_key(*await read_store(self._bucket))
         if token:
             position = unpack_token(token, parent=parent, key=self._key)
         async with self._join_feed(namespace) as feed:

@@ -136,7 +136,7 @@ def test_all_kinds_of_records_of_version_2_are_read(tmp_path: Path) -> None:
     assert store.KeepLatest(3) == policy
 
 
-def test_records_of_version_1_are_read_and_the_next_write_binds_them(
+def test_records_of_version_1_are_read_and_bound_by_writes_after_an_upgrade(
     tmp_path: Path,
 ) -> None:
     root = tmp_path / "store"
@@ -149,13 +149,14 @@ def test_records_of_version_1_are_read_and_the_next_write_binds_them(
         (hold,) = run.holds.list()
         assert "golden" == hold.owner
         assert store.KeepLatest(3) == run.retention.get()
+        assert (1, 2) == client.upgrade()
         run.tags.set("best", 1234, protected=True)
         run.update(1234, labels={"note": "bound"})
 
     places = RunPaths(RunName("golden", "run"))
     bound = {place for place in sealed_places(root) if version_of(root / place) == 2}
-    assert {places.tag("best"), places.checkpoint(1234)} <= bound
-    assert 1 == version_of(root / layout.STORE)
+    assert {places.tag("best"), places.checkpoint(1234), layout.STORE} <= bound
+    assert set() < set(sealed_places(root)) - bound  # what was not written stays
 
 
 def sealed_places(root: Path) -> list[str]:

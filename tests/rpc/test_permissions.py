@@ -61,6 +61,7 @@ LEAST: Final[dict[str, str | None]] = {
     "VerifyCheckpoint": "reader",
     "CollectGarbage": "admin",  # the call asks for no grace period
     "GetUsage": "reader",
+    "UpgradeStore": "admin",
     "GetLoginOptions": None,
     "GetIdentity": None,
     "TestPermissions": None,
@@ -69,7 +70,7 @@ LEAST: Final[dict[str, str | None]] = {
     "ListAuditEntries": "admin",  # and on all runs: see WHOLE_STORE
 }
 
-WHOLE_STORE: Final = frozenset({"ListAuditEntries"})
+WHOLE_STORE: Final = frozenset({"ListAuditEntries", "UpgradeStore"})
 """Calls about the whole store: a role in one namespace does not permit them."""
 
 RANKS: Final = ["", *ROLES]

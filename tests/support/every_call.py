@@ -349,6 +349,7 @@ _REQUESTS: Final[dict[str, Callable[[Saved], Any]]] = {
     ),
     "CollectGarbage": _collect_garbage,
     "GetUsage": lambda s: maintenance.GetUsageRequest(name=s.run.resource),
+    "UpgradeStore": lambda _: maintenance.UpgradeStoreRequest(),
     "GetLoginOptions": lambda _: access.GetLoginOptionsRequest(),
     "GetIdentity": lambda _: access.GetIdentityRequest(),
     "TestPermissions": lambda s: access.TestPermissionsRequest(resource=s.run.resource),

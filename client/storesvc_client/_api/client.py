@@ -572,6 +572,34 @@ class Client:
             request.grace.CopyFrom(duration_message(grace, "grace= of a collection"))
         return collect(self._connection, request)
 
+    def upgrade(
+        self, version: int | None = None, *, dry_run: bool = False
+    ) -> tuple[int, int]:
+        """Raises the format of the store; returns the version before and after.
+
+        Releases that do not know the version reject the store from then on.
+
+        Args:
+            version: The version; None: the newest that the server writes.
+            dry_run: Returns what would be done, and changes nothing.
+
+        Raises:
+            InvalidRequestError: The version is lower than that of the store, or the
+                server does not write it.
+            PermissionDeniedError: This client is no administrator of all runs.
+        """
+        if version is not None and not (type(version) is int and 0 < version < 1 << 31):
+            raise InvalidRequestError(
+                "upgrade: expected a version from 1, or None for the newest that the "
+                f"server writes, got {version!r}"
+            )
+        request = maintenance_api.UpgradeStoreRequest(
+            format_version=version or 0, validate_only=dry_run
+        )
+        stub = MaintenanceServiceStub(self._connection.channel)
+        answer = self._connection.ask(stub.UpgradeStore, request)
+        return answer.previous_version, answer.format_version
+
     def watch(self, namespace: str, since: str = "now") -> Generator[Event]:
         """Returns an endless iterator over the changes of checkpoints in a namespace.
 

@@ -80,9 +80,9 @@ _APART: Final = "apart"
 """Choices of processes that restore together."""
 
 _UNWRITABLE: Final = frozenset(
-    {"STORAGE_DENIED", "STORAGE_FULL", "STORAGE_UNAVAILABLE"}
+    {"FORMAT_UNSUPPORTED", "STORAGE_DENIED", "STORAGE_FULL", "STORAGE_UNAVAILABLE"}
 )
-"""Error reasons of a storage that accepts no hold but can still be read."""
+"""Error reasons of a store that accepts no hold but can still be read."""
 
 _log = logging.getLogger("storesvc_client")
 

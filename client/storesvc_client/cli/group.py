@@ -164,6 +164,7 @@ COMMANDS: Final = {
     "du": "storage",
     "quota": "auth",
     "gc": "storage",
+    "upgrade": "storage",
     "config": "config",
     "login": "auth",
     "whoami": "auth",

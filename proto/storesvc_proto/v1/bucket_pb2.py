@@ -28,7 +28,7 @@ from storesvc_proto.v1 import report_pb2 as storesvc__proto_dot_v1_dot_report__p
 from storesvc_proto.v1 import retention_pb2 as storesvc__proto_dot_v1_dot_retention__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estoresvc_proto/v1/bucket.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1estoresvc_proto/v1/report.proto\x1a!storesvc_proto/v1/retention.proto\"P\n\x06Sealed\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\r\n\x05nonce\x18\x04 \x01(\x0c\":\n\x0b\x42oundRecord\x12\r\n\x05place\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06record\x18\x03 \x01(\x0c\"K\n\x0bStoreRecord\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xce\x02\n\tRunRecord\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x06labels\x18\x03 \x03(\x0b\x32\".storesvc.v1.RunRecord.LabelsEntry\x12/\n\tretention\x18\x04 \x01(\x0b\x32\x1c.storesvc.v1.RetentionPolicy\x12.\n\x0bpurge_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x65poch_floor\x18\x06 \x01(\x03\x12\x10\n\x08write_id\x18\x07 \x01(\t\x12\x18\n\x10\x63hange_principal\x18\x08 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc9\x02\n\x0c\x41nnouncement\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.storesvc.v1.Announcement.Kind\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0e\n\x06upload\x18\x04 \x01(\t\x12\x0b\n\x03tag\x18\x05 \x01(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05nonce\x18\x07 \x01(\t\x12\x10\n\x08replaces\x18\x08 \x01(\t\"\x80\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_COMMIT\x10\x01\x12\x0f\n\x0bKIND_DELETE\x10\x02\x12\x11\n\rKIND_UNDELETE\x10\x03\x12\x0c\n\x08KIND_TAG\x10\x04\x12\x0e\n\nKIND_UNTAG\x10\x05\x12\x0f\n\x0bKIND_UPDATE\x10\x06\"\xd5\x01\n\tTagRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06upload\x18\x02 \x01(\t\x12\x11\n\tprotected\x18\x03 \x01(\x08\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08sequence\x18\x06 \x01(\x03\x12\x10\n\x08write_id\x18\x07 \x01(\t\x12\x11\n\tprincipal\x18\x08 \x01(\t\"\xe7\x01\n\nHoldRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06upload\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nrenew_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08renewals\x18\x07 \x01(\x03\x12\x11\n\tprincipal\x18\x08 \x01(\t\"L\n\x0bLeaseRecord\x12.\n\nrenew_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05nonce\x18\x02 \x01(\t\"b\n\x0f\x43ollectorRecord\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x10\n\x08renewals\x18\x02 \x01(\x03\x12.\n\nrenew_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\".\n\tFileTable\x12\x0c\n\x04\x66ile\x18\x01 \x03(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x02 \x03(\x04\"\xad\x08\n\x10\x43heckpointRecord\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.storesvc.v1.CheckpointRecord.State\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0e\n\x06upload\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63ommit_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x39\n\x06labels\x18\x07 \x03(\x0b\x32).storesvc.v1.CheckpointRecord.LabelsEntry\x12;\n\x07metrics\x18\x08 \x03(\x0b\x32*.storesvc.v1.CheckpointRecord.MetricsEntry\x12\x12\n\nsize_bytes\x18\t \x01(\x03\x12\x14\n\x0cstored_bytes\x18\n \x01(\x03\x12\x12\n\nleaf_count\x18\x0b \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x0c \x01(\x03\x12\x16\n\x0emanifest_bytes\x18\r \x01(\x03\x12\x17\n\x0fmanifest_digest\x18\x0e \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x0f \x01(\t\x12\x14\n\x0c\x66iles_digest\x18\x10 \x01(\x0c\x12\x11\n\town_bytes\x18\x11 \x01(\x03\x12\x0e\n\x06pinned\x18\x12 \x01(\x08\x12/\n\x0b\x64\x65lete_time\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\npurge_time\x18\x14 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x63ommit_sequence\x18\x15 \x01(\x03\x12\x10\n\x08sequence\x18\x16 \x01(\x03\x12\x10\n\x08write_id\x18\x17 \x01(\t\x12\r\n\x05owner\x18\x18 \x01(\t\x12\x12\n\nitem_count\x18\x19 \x01(\x03\x12\x17\n\x0fupdate_sequence\x18\x1a \x01(\x03\x12\x11\n\tprincipal\x18\x1b \x01(\t\x12\x18\n\x10\x63hange_principal\x18\x1c \x01(\t\x12*\n\x07writers\x18\x1d \x03(\x0b\x32\x19.storesvc.v1.WriterReport\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"~\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_UPLOADING\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\x12\x0e\n\nSTATE_FREE\x10\x03\x12\x11\n\rSTATE_DELETED\x10\x04\x12\x11\n\rSTATE_PURGING\x10\x05\"\xa0\x04\n\x0cUploadRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0cwriter_count\x18\x03 \x01(\x05\x12\x13\n\x0btree_digest\x18\x04 \x01(\x0c\x12\x35\n\x06labels\x18\x05 \x03(\x0b\x32%.storesvc.v1.UploadRecord.LabelsEntry\x12\x37\n\x07metrics\x18\x06 \x03(\x0b\x32&.storesvc.v1.UploadRecord.MetricsEntry\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\x0elease_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0erequest_digest\x18\t \x01(\x0c\x12\x11\n\tbase_step\x18\n \x01(\x03\x12\x0c\n\x04\x62\x61se\x18\x0b \x01(\t\x12\x13\n\x0bpredecessor\x18\x0c \x01(\t\x12\r\n\x05owner\x18\r \x01(\t\x12\x15\n\rvalues_digest\x18\x0e \x01(\x0c\x12\x11\n\tprincipal\x18\x0f \x01(\t\x12\x0e\n\x06groups\x18\x10 \x03(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"D\n\x07Receipt\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x0c\x12)\n\x06report\x18\x02 \x01(\x0b\x32\x19.storesvc.v1.WriterReportb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estoresvc_proto/v1/bucket.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1estoresvc_proto/v1/report.proto\x1a!storesvc_proto/v1/retention.proto\"P\n\x06Sealed\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\r\n\x05nonce\x18\x04 \x01(\x0c\":\n\x0b\x42oundRecord\x12\r\n\x05place\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06record\x18\x03 \x01(\x0c\"\x87\x01\n\x0bStoreRecord\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x66ormat_version\x18\x03 \x01(\r\x12\x0f\n\x07release\x18\x04 \x01(\t\x12\x11\n\ttoken_key\x18\x05 \x01(\x0c\"\xce\x02\n\tRunRecord\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x06labels\x18\x03 \x03(\x0b\x32\".storesvc.v1.RunRecord.LabelsEntry\x12/\n\tretention\x18\x04 \x01(\x0b\x32\x1c.storesvc.v1.RetentionPolicy\x12.\n\x0bpurge_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x65poch_floor\x18\x06 \x01(\x03\x12\x10\n\x08write_id\x18\x07 \x01(\t\x12\x18\n\x10\x63hange_principal\x18\x08 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc9\x02\n\x0c\x41nnouncement\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.storesvc.v1.Announcement.Kind\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0e\n\x06upload\x18\x04 \x01(\t\x12\x0b\n\x03tag\x18\x05 \x01(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05nonce\x18\x07 \x01(\t\x12\x10\n\x08replaces\x18\x08 \x01(\t\"\x80\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_COMMIT\x10\x01\x12\x0f\n\x0bKIND_DELETE\x10\x02\x12\x11\n\rKIND_UNDELETE\x10\x03\x12\x0c\n\x08KIND_TAG\x10\x04\x12\x0e\n\nKIND_UNTAG\x10\x05\x12\x0f\n\x0bKIND_UPDATE\x10\x06\"\xd5\x01\n\tTagRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06upload\x18\x02 \x01(\t\x12\x11\n\tprotected\x18\x03 \x01(\x08\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08sequence\x18\x06 \x01(\x03\x12\x10\n\x08write_id\x18\x07 \x01(\t\x12\x11\n\tprincipal\x18\x08 \x01(\t\"\xe7\x01\n\nHoldRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06upload\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nrenew_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08renewals\x18\x07 \x01(\x03\x12\x11\n\tprincipal\x18\x08 \x01(\t\"L\n\x0bLeaseRecord\x12.\n\nrenew_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05nonce\x18\x02 \x01(\t\"b\n\x0f\x43ollectorRecord\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x10\n\x08renewals\x18\x02 \x01(\x03\x12.\n\nrenew_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\".\n\tFileTable\x12\x0c\n\x04\x66ile\x18\x01 \x03(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x02 \x03(\x04\"\xad\x08\n\x10\x43heckpointRecord\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.storesvc.v1.CheckpointRecord.State\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0e\n\x06upload\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63ommit_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x39\n\x06labels\x18\x07 \x03(\x0b\x32).storesvc.v1.CheckpointRecord.LabelsEntry\x12;\n\x07metrics\x18\x08 \x03(\x0b\x32*.storesvc.v1.CheckpointRecord.MetricsEntry\x12\x12\n\nsize_bytes\x18\t \x01(\x03\x12\x14\n\x0cstored_bytes\x18\n \x01(\x03\x12\x12\n\nleaf_count\x18\x0b \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x0c \x01(\x03\x12\x16\n\x0emanifest_bytes\x18\r \x01(\x03\x12\x17\n\x0fmanifest_digest\x18\x0e \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x0f \x01(\t\x12\x14\n\x0c\x66iles_digest\x18\x10 \x01(\x0c\x12\x11\n\town_bytes\x18\x11 \x01(\x03\x12\x0e\n\x06pinned\x18\x12 \x01(\x08\x12/\n\x0b\x64\x65lete_time\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\npurge_time\x18\x14 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x63ommit_sequence\x18\x15 \x01(\x03\x12\x10\n\x08sequence\x18\x16 \x01(\x03\x12\x10\n\x08write_id\x18\x17 \x01(\t\x12\r\n\x05owner\x18\x18 \x01(\t\x12\x12\n\nitem_count\x18\x19 \x01(\x03\x12\x17\n\x0fupdate_sequence\x18\x1a \x01(\x03\x12\x11\n\tprincipal\x18\x1b \x01(\t\x12\x18\n\x10\x63hange_principal\x18\x1c \x01(\t\x12*\n\x07writers\x18\x1d \x03(\x0b\x32\x19.storesvc.v1.WriterReport\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"~\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_UPLOADING\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\x12\x0e\n\nSTATE_FREE\x10\x03\x12\x11\n\rSTATE_DELETED\x10\x04\x12\x11\n\rSTATE_PURGING\x10\x05\"\xa0\x04\n\x0cUploadRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0cwriter_count\x18\x03 \x01(\x05\x12\x13\n\x0btree_digest\x18\x04 \x01(\x0c\x12\x35\n\x06labels\x18\x05 \x03(\x0b\x32%.storesvc.v1.UploadRecord.LabelsEntry\x12\x37\n\x07metrics\x18\x06 \x03(\x0b\x32&.storesvc.v1.UploadRecord.MetricsEntry\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\x0elease_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0erequest_digest\x18\t \x01(\x0c\x12\x11\n\tbase_step\x18\n \x01(\x03\x12\x0c\n\x04\x62\x61se\x18\x0b \x01(\t\x12\x13\n\x0bpredecessor\x18\x0c \x01(\t\x12\r\n\x05owner\x18\r \x01(\t\x12\x15\n\rvalues_digest\x18\x0e \x01(\x0c\x12\x11\n\tprincipal\x18\x0f \x01(\t\x12\x0e\n\x06groups\x18\x10 \x03(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"D\n\x07Receipt\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x0c\x12)\n\x06report\x18\x02 \x01(\x0b\x32\x19.storesvc.v1.WriterReportb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,40 +49,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEALED']._serialized_end=259
   _globals['_BOUNDRECORD']._serialized_start=261
   _globals['_BOUNDRECORD']._serialized_end=319
-  _globals['_STORERECORD']._serialized_start=321
-  _globals['_STORERECORD']._serialized_end=396
-  _globals['_RUNRECORD']._serialized_start=399
-  _globals['_RUNRECORD']._serialized_end=733
-  _globals['_RUNRECORD_LABELSENTRY']._serialized_start=688
-  _globals['_RUNRECORD_LABELSENTRY']._serialized_end=733
-  _globals['_ANNOUNCEMENT']._serialized_start=736
-  _globals['_ANNOUNCEMENT']._serialized_end=1065
-  _globals['_ANNOUNCEMENT_KIND']._serialized_start=937
-  _globals['_ANNOUNCEMENT_KIND']._serialized_end=1065
-  _globals['_TAGRECORD']._serialized_start=1068
-  _globals['_TAGRECORD']._serialized_end=1281
-  _globals['_HOLDRECORD']._serialized_start=1284
-  _globals['_HOLDRECORD']._serialized_end=1515
-  _globals['_LEASERECORD']._serialized_start=1517
-  _globals['_LEASERECORD']._serialized_end=1593
-  _globals['_COLLECTORRECORD']._serialized_start=1595
-  _globals['_COLLECTORRECORD']._serialized_end=1693
-  _globals['_FILETABLE']._serialized_start=1695
-  _globals['_FILETABLE']._serialized_end=1741
-  _globals['_CHECKPOINTRECORD']._serialized_start=1744
-  _globals['_CHECKPOINTRECORD']._serialized_end=2813
-  _globals['_CHECKPOINTRECORD_LABELSENTRY']._serialized_start=688
-  _globals['_CHECKPOINTRECORD_LABELSENTRY']._serialized_end=733
-  _globals['_CHECKPOINTRECORD_METRICSENTRY']._serialized_start=2639
-  _globals['_CHECKPOINTRECORD_METRICSENTRY']._serialized_end=2685
-  _globals['_CHECKPOINTRECORD_STATE']._serialized_start=2687
-  _globals['_CHECKPOINTRECORD_STATE']._serialized_end=2813
-  _globals['_UPLOADRECORD']._serialized_start=2816
-  _globals['_UPLOADRECORD']._serialized_end=3360
-  _globals['_UPLOADRECORD_LABELSENTRY']._serialized_start=688
-  _globals['_UPLOADRECORD_LABELSENTRY']._serialized_end=733
-  _globals['_UPLOADRECORD_METRICSENTRY']._serialized_start=2639
-  _globals['_UPLOADRECORD_METRICSENTRY']._serialized_end=2685
-  _globals['_RECEIPT']._serialized_start=3362
-  _globals['_RECEIPT']._serialized_end=3430
+  _globals['_STORERECORD']._serialized_start=322
+  _globals['_STORERECORD']._serialized_end=457
+  _globals['_RUNRECORD']._serialized_start=460
+  _globals['_RUNRECORD']._serialized_end=794
+  _globals['_RUNRECORD_LABELSENTRY']._serialized_start=749
+  _globals['_RUNRECORD_LABELSENTRY']._serialized_end=794
+  _globals['_ANNOUNCEMENT']._serialized_start=797
+  _globals['_ANNOUNCEMENT']._serialized_end=1126
+  _globals['_ANNOUNCEMENT_KIND']._serialized_start=998
+  _globals['_ANNOUNCEMENT_KIND']._serialized_end=1126
+  _globals['_TAGRECORD']._serialized_start=1129
+  _globals['_TAGRECORD']._serialized_end=1342
+  _globals['_HOLDRECORD']._serialized_start=1345
+  _globals['_HOLDRECORD']._serialized_end=1576
+  _globals['_LEASERECORD']._serialized_start=1578
+  _globals['_LEASERECORD']._serialized_end=1654
+  _globals['_COLLECTORRECORD']._serialized_start=1656
+  _globals['_COLLECTORRECORD']._serialized_end=1754
+  _globals['_FILETABLE']._serialized_start=1756
+  _globals['_FILETABLE']._serialized_end=1802
+  _globals['_CHECKPOINTRECORD']._serialized_start=1805
+  _globals['_CHECKPOINTRECORD']._serialized_end=2874
+  _globals['_CHECKPOINTRECORD_LABELSENTRY']._serialized_start=749
+  _globals['_CHECKPOINTRECORD_LABELSENTRY']._serialized_end=794
+  _globals['_CHECKPOINTRECORD_METRICSENTRY']._serialized_start=2700
+  _globals['_CHECKPOINTRECORD_METRICSENTRY']._serialized_end=2746
+  _globals['_CHECKPOINTRECORD_STATE']._serialized_start=2748
+  _globals['_CHECKPOINTRECORD_STATE']._serialized_end=2874
+  _globals['_UPLOADRECORD']._serialized_start=2877
+  _globals['_UPLOADRECORD']._serialized_end=3421
+  _globals['_UPLOADRECORD_LABELSENTRY']._serialized_start=749
+  _globals['_UPLOADRECORD_LABELSENTRY']._serialized_end=794
+  _globals['_UPLOADRECORD_METRICSENTRY']._serialized_start=2700
+  _globals['_UPLOADRECORD_METRICSENTRY']._serialized_end=2746
+  _globals['_RECEIPT']._serialized_start=3423
+  _globals['_RECEIPT']._serialized_end=3491
 # @@protoc_insertion_point(module_scope)

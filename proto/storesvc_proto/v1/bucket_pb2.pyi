@@ -150,8 +150,9 @@ class Sealed(google.protobuf.message.Message):
     PAYLOAD_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     format_version: builtins.int
-    """Version of the bucket's format: 2. Writers MUST write it. Readers MUST accept 1 and
-    2, and MUST reject others as an unsupported format, not as damage.
+    """Version of the bucket's format: 2. Writers MUST write it, if the store has it:
+    `StoreRecord.format_version`. Readers MUST accept 1 and 2, and MUST reject others
+    as an unsupported format, not as damage.
     """
     crc32c: builtins.int
     """CRC-32C of `payload` and then `nonce`, continued from `format_version` as if that
@@ -224,8 +225,24 @@ class StoreRecord(google.protobuf.message.Message):
 
     UID_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
+    FORMAT_VERSION_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    TOKEN_KEY_FIELD_NUMBER: builtins.int
     uid: builtins.str
     """A random UUID, created with the store."""
+    format_version: builtins.int
+    """Version of the format in which the store is written; absent: the one in which this
+    record is sealed. Writers MUST NOT write another version than they know, nor a
+    higher one than this, nor collect garbage of a store that has a version that they
+    do not write. It is raised by UpgradeStore only, and never lowered. This record
+    itself MUST stay sealed in version 2, so that each release can read the version.
+    """
+    release: builtins.str
+    """The release that created the store or last raised its version."""
+    token_key: builtins.bytes
+    """Secret key of the resume tokens of watches; absent: BLAKE2b-256 of this object.
+    UpgradeStore sets it, so that tokens stay valid.
+    """
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the store was created."""
@@ -235,9 +252,12 @@ class StoreRecord(google.protobuf.message.Message):
         *,
         uid: builtins.str = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        format_version: builtins.int = ...,
+        release: builtins.str = ...,
+        token_key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "format_version", b"format_version", "release", b"release", "token_key", b"token_key", "uid", b"uid"]) -> None: ...
 
 Global___StoreRecord: typing_extensions.TypeAlias = StoreRecord
 

@@ -73,7 +73,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_CHUNKS_INCOMPLETE: _ErrorReason.ValueType  # 13
     """`FAILED_PRECONDITION`: chunks are missing, or are stored by two writers."""
     ERROR_REASON_FORMAT_UNSUPPORTED: _ErrorReason.ValueType  # 14
-    """`FAILED_PRECONDITION`: the store's format is not known to this server."""
+    """`FAILED_PRECONDITION`: the store's format is not known to this server, or is only
+    read by it.
+    """
     ERROR_REASON_CORRUPT_DATA: _ErrorReason.ValueType  # 15
     """`DATA_LOSS`: stored bytes are missing or differ from the bytes that were written;
     or a record belongs to another place, or is an earlier version of itself. Never
@@ -211,7 +213,9 @@ ERROR_REASON_WRITER_UNFINISHED: ErrorReason.ValueType  # 12
 ERROR_REASON_CHUNKS_INCOMPLETE: ErrorReason.ValueType  # 13
 """`FAILED_PRECONDITION`: chunks are missing, or are stored by two writers."""
 ERROR_REASON_FORMAT_UNSUPPORTED: ErrorReason.ValueType  # 14
-"""`FAILED_PRECONDITION`: the store's format is not known to this server."""
+"""`FAILED_PRECONDITION`: the store's format is not known to this server, or is only
+read by it.
+"""
 ERROR_REASON_CORRUPT_DATA: ErrorReason.ValueType  # 15
 """`DATA_LOSS`: stored bytes are missing or differ from the bytes that were written;
 or a record belongs to another place, or is an earlier version of itself. Never

@@ -291,6 +291,50 @@ class GetUsageResponse(google.protobuf.message.Message):
 Global___GetUsageResponse: typing_extensions.TypeAlias = GetUsageResponse
 
 @typing.final
+class UpgradeStoreRequest(google.protobuf.message.Message):
+    """Request of UpgradeStore."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FORMAT_VERSION_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    format_version: builtins.int
+    """The version; 0: the newest that the server writes."""
+    validate_only: builtins.bool
+    """Whether only to report what would be done."""
+    def __init__(
+        self,
+        *,
+        format_version: builtins.int = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["format_version", b"format_version", "validate_only", b"validate_only"]) -> None: ...
+
+Global___UpgradeStoreRequest: typing_extensions.TypeAlias = UpgradeStoreRequest
+
+@typing.final
+class UpgradeStoreResponse(google.protobuf.message.Message):
+    """Response of UpgradeStore."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREVIOUS_VERSION_FIELD_NUMBER: builtins.int
+    FORMAT_VERSION_FIELD_NUMBER: builtins.int
+    previous_version: builtins.int
+    """The version before the call."""
+    format_version: builtins.int
+    """The version after the call; with `validate_only`, the one that it would have."""
+    def __init__(
+        self,
+        *,
+        previous_version: builtins.int = ...,
+        format_version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["format_version", b"format_version", "previous_version", b"previous_version"]) -> None: ...
+
+Global___UpgradeStoreResponse: typing_extensions.TypeAlias = UpgradeStoreResponse
+
+@typing.final
 class GetServerInfoRequest(google.protobuf.message.Message):
     """Request of GetServerInfo."""
 

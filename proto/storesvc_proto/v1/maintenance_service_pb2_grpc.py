@@ -55,6 +55,11 @@ class MaintenanceServiceStub(object):
                 request_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageRequest.SerializeToString,
                 response_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageResponse.FromString,
                 _registered_method=True)
+        self.UpgradeStore = channel.unary_unary(
+                '/storesvc.v1.MaintenanceService/UpgradeStore',
+                request_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.UpgradeStoreRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.UpgradeStoreResponse.FromString,
+                _registered_method=True)
 
 
 class MaintenanceServiceServicer(object):
@@ -117,6 +122,23 @@ class MaintenanceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpgradeStore(self, request, context):
+        """Raises the version of the format in which the store is written. Releases that do
+        not know the version reject the store from then on: at their start, and where they
+        run, the next change at the latest a minute later. It cannot be lowered.
+
+        Idempotent: a store that has the version already is not changed.
+
+        Errors:
+        * `INVALID_FIELD`: the version is lower than the store's, or not written by the
+        server.
+        * `FORMAT_UNSUPPORTED`: the server does not know the version of the store.
+        * `CONFLICT`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MaintenanceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +161,11 @@ def add_MaintenanceServiceServicer_to_server(servicer, server):
                     servicer.GetUsage,
                     request_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageRequest.FromString,
                     response_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageResponse.SerializeToString,
+            ),
+            'UpgradeStore': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpgradeStore,
+                    request_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.UpgradeStoreRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.UpgradeStoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -250,6 +277,33 @@ class MaintenanceService(object):
             '/storesvc.v1.MaintenanceService/GetUsage',
             storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageRequest.SerializeToString,
             storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpgradeStore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.MaintenanceService/UpgradeStore',
+            storesvc__proto_dot_v1_dot_maintenance__service__pb2.UpgradeStoreRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_maintenance__service__pb2.UpgradeStoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,7 +89,23 @@ _MaintenanceServiceGetUsageType = typing_extensions.TypeVar(
     ],
 )
 
-class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType, _MaintenanceServiceVerifyCheckpointType, _MaintenanceServiceCollectGarbageType, _MaintenanceServiceGetUsageType]):
+_MaintenanceServiceUpgradeStoreType = typing_extensions.TypeVar(
+    '_MaintenanceServiceUpgradeStoreType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreRequest,
+        storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreRequest,
+        storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreRequest,
+        storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreResponse,
+    ],
+)
+
+class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType, _MaintenanceServiceVerifyCheckpointType, _MaintenanceServiceCollectGarbageType, _MaintenanceServiceGetUsageType, _MaintenanceServiceUpgradeStoreType]):
     """Maintains a store."""
 
     @typing.overload
@@ -110,6 +126,10 @@ class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType
             storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
             storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreRequest,
+            storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -129,6 +149,10 @@ class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType
         grpc.aio.UnaryUnaryMultiCallable[
             storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
             storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreRequest,
+            storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -176,6 +200,20 @@ class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType
     * `INVALID_FIELD`, `RUN_NOT_FOUND`.
     """
 
+    UpgradeStore: _MaintenanceServiceUpgradeStoreType
+    """Raises the version of the format in which the store is written. Releases that do
+    not know the version reject the store from then on: at their start, and where they
+    run, the next change at the latest a minute later. It cannot be lowered.
+
+    Idempotent: a store that has the version already is not changed.
+
+    Errors:
+    * `INVALID_FIELD`: the version is lower than the store's, or not written by the
+      server.
+    * `FORMAT_UNSUPPORTED`: the server does not know the version of the store.
+    * `CONFLICT`.
+    """
+
 MaintenanceServiceAsyncStub: typing_extensions.TypeAlias = MaintenanceServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         storesvc_proto.v1.maintenance_service_pb2.GetServerInfoRequest,
@@ -192,6 +230,10 @@ MaintenanceServiceAsyncStub: typing_extensions.TypeAlias = MaintenanceServiceStu
     grpc.aio.UnaryUnaryMultiCallable[
         storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
         storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreRequest,
+        storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreResponse,
     ],
 ]
 
@@ -260,6 +302,25 @@ class MaintenanceServiceServicer(metaclass=abc.ABCMeta):
 
         Errors:
         * `INVALID_FIELD`, `RUN_NOT_FOUND`.
+        """
+
+    @abc.abstractmethod
+    def UpgradeStore(
+        self,
+        request: storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreResponse, collections.abc.Awaitable[storesvc_proto.v1.maintenance_service_pb2.UpgradeStoreResponse]]:
+        """Raises the version of the format in which the store is written. Releases that do
+        not know the version reject the store from then on: at their start, and where they
+        run, the next change at the latest a minute later. It cannot be lowered.
+
+        Idempotent: a store that has the version already is not changed.
+
+        Errors:
+        * `INVALID_FIELD`: the version is lower than the store's, or not written by the
+          server.
+        * `FORMAT_UNSUPPORTED`: the server does not know the version of the store.
+        * `CONFLICT`.
         """
 
 def add_MaintenanceServiceServicer_to_server(servicer: MaintenanceServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

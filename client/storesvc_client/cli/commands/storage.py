@@ -1,6 +1,6 @@
 """Contents of a store: ``storectl du`` shows the bytes of runs and checkpoints, ``gc``
-collects garbage, ``retain`` shows or sets which checkpoints of a run stay, and
-``uploads`` lists those that are being written.
+collects garbage, ``upgrade`` raises the format of the store, ``retain`` shows or sets
+which checkpoints of a run stay, and ``uploads`` lists those that are being written.
 """
 
 from collections.abc import Sequence
@@ -65,6 +65,39 @@ _PASSES: Final = (
     Column("REMOVED", right=True),
     Column("LEFT", shrink=Shrink.END),
 )
+
+
+@click.command()
+@click.option(
+    "--to",
+    type=click.IntRange(1, 2**31 - 1),
+    metavar="VERSION",
+    help="The version.  [default: the newest that the server writes]",
+)
+@click.option("--dry-run", is_flag=True, help="Change nothing; show what would be.")
+@json_option
+@pass_connection
+def upgrade(
+    connection: Connection, *, to: int | None, dry_run: bool, as_json: bool
+) -> None:
+    """Raise the format of the store.
+
+    Upgrade all servers and embedded clients first: releases that do not know the
+    version reject the store from then on, and the way back is a backup.
+
+    \b
+    Examples:
+      storectl upgrade --dry-run
+      storectl upgrade
+    """
+    with connection.open() as client:
+        before, after = client.upgrade(to, dry_run=dry_run)
+    if as_json:
+        print_json({"previous_version": before, "format_version": after})
+    else:
+        was = "would be" if dry_run else "was"
+        done = f"the format {was} raised from {before} to {after}"
+        click.echo(done if after > before else f"format {after}; nothing to raise")
 
 
 @click.command()

@@ -1,7 +1,7 @@
 """The record of the store: its creation, and the format in which the store is written.
 
 A new store gets the newest format that this release writes. Afterwards only an operator
-raises it (`StoreFormat.upgrade`), and nobody lowers it: processes that do not know it
+raises it (`StoreFormat.upgrade`), and it is never lowered: processes without it
 reject the store. So an upgrade of a server changes no format, and the jobs of the
 release before go on.
 """

@@ -12,7 +12,6 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from storesvc.format.names import InvalidNameError
 from storesvc.storage.location import parse_root
 from storesvc_client.cli.completion import Completer, Part, Which, complete_path
 from storesvc_client.cli.paths import (
@@ -32,6 +31,15 @@ from storesvc_client.cli.paths import (
 )
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_Value = TypeVar("_Value")
+
+
+def convert(parse: Callable[[str], _Value], text: str) -> _Value:
+    """Returns what a parser makes of a text; its error becomes that of a parameter."""
+    try:
+        return parse(text)
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from e
 
 
 def any_path(text: str) -> StorePath:
@@ -46,10 +54,7 @@ def any_path(text: str) -> StorePath:
 
 def readable_path(text: str) -> StorePath:
     """Returns the path, of checkpoints of another project too."""
-    try:
-        return parse_foreign_path(text) if is_foreign(text) else parse_path(text)
-    except InvalidNameError as e:
-        raise click.BadParameter(str(e)) from e
+    return convert(parse_foreign_path if is_foreign(text) else parse_path, text)
 
 
 def readable_checkpoint(text: str) -> CheckpointPath | LeafPath:
@@ -59,10 +64,7 @@ def readable_checkpoint(text: str) -> CheckpointPath | LeafPath:
 
 def copied_place(text: str) -> QualifiedPath:
     """Returns a namespace, a run or a checkpoint, and its store."""
-    try:
-        return parse_qualified_path(text)
-    except InvalidNameError as e:
-        raise click.BadParameter(str(e)) from e
+    return convert(parse_qualified_path, text)
 
 
 def readable_place(text: str) -> tuple[StorePart, CheckpointPath]:
@@ -73,17 +75,34 @@ def readable_place(text: str) -> tuple[StorePart, CheckpointPath]:
     return place.store, _whole(text, place.path)
 
 
-def readable_leaves(text: str) -> LeafPath:
-    """Returns the path of leaves, of any project."""
-    match readable_path(text):
-        case LeafPath() as path:
-            return path
-        case _:
-            raise click.BadParameter(
-                f"{text!r}: expected leaves of a checkpoint, such as "
-                "'prod/llama-8b@latest:params/**', or 'prod/llama-8b@latest:**' "
-                "for all; storectl ls lists runs"
-            )
+def _accept(
+    expected: str, *kinds: type, parse: Callable[[str], StorePath] = any_path
+) -> Callable[[str], Any]:
+    """Returns a parser of paths of some kinds, which rejects the others."""
+
+    def parse_kind(text: str) -> StorePath:
+        path = parse(text)
+        if not isinstance(path, kinds):
+            raise click.BadParameter(f"{text!r}: expected {expected}")
+        return path
+
+    return parse_kind
+
+
+readable_leaves: Final = _accept(
+    "leaves of a checkpoint, such as 'prod/llama-8b@latest:params/**', or "
+    "'prod/llama-8b@latest:**' for all; storectl ls lists runs",
+    LeafPath,
+    parse=readable_path,
+)
+parent_path: Final = _accept(
+    "a namespace or a run, such as prod or prod/llama-8b", NamespacePath, RunPath
+)
+run_path: Final = _accept("a run, such as prod/llama-8b", RunPath)
+run_or_checkpoint: Final = _accept(
+    "a run or a checkpoint, such as prod/llama-8b or prod/llama-8b@latest",
+    *(RunPath, CheckpointPath),
+)
 
 
 def readable_item(text: str) -> LeafPath:
@@ -95,39 +114,6 @@ def readable_item(text: str) -> LeafPath:
             raise click.BadParameter(
                 f"{text!r}: expected an item of a checkpoint, such as "
                 "prod/llama-8b@latest:config"
-            )
-
-
-def parent_path(text: str) -> NamespacePath | RunPath:
-    """Returns the path of a namespace or a run."""
-    match any_path(text):
-        case NamespacePath() | RunPath() as path:
-            return path
-        case _:
-            raise click.BadParameter(
-                f"{text!r}: expected a namespace or a run, such as prod or "
-                "prod/llama-8b"
-            )
-
-
-def run_path(text: str) -> RunPath:
-    """Returns the path of a run."""
-    match any_path(text):
-        case RunPath() as path:
-            return path
-        case _:
-            raise click.BadParameter(f"{text!r}: expected a run, such as prod/llama-8b")
-
-
-def run_or_checkpoint(text: str) -> RunPath | CheckpointPath:
-    """Returns the path of a run, or of a checkpoint as a whole."""
-    match any_path(text):
-        case RunPath() | CheckpointPath() as path:
-            return path
-        case _:
-            raise click.BadParameter(
-                f"{text!r}: expected a run or a checkpoint, such as prod/llama-8b or "
-                "prod/llama-8b@latest"
             )
 
 
@@ -239,10 +225,7 @@ def path_argument(
 
 def store_target(text: str) -> str:
     """Returns the store to connect to."""
-    try:
-        return parse_target(text)
-    except InvalidNameError as e:
-        raise click.BadParameter(str(e)) from e
+    return convert(parse_target, text)
 
 
 def store_root(text: str) -> str:
@@ -269,13 +252,9 @@ class WholeNumber(click.IntRange):
 
 def duration(text: str) -> timedelta:
     """Returns the duration."""
-    from storesvc_client import InvalidRequestError
     from storesvc_client._values.arguments import parse_duration
 
-    try:
-        return parse_duration(text)
-    except InvalidRequestError as e:
-        raise click.BadParameter(str(e)) from e
+    return convert(parse_duration, text)
 
 
 _SIZE: Final = re.compile(r"([1-9][0-9]{0,17}) ?([KMGT]?)(i?)B?")
@@ -293,13 +272,9 @@ def size(text: str) -> int:
 
 def past_time(text: str) -> datetime:
     """Returns the time of an age ("24h") or of a time in ISO 8601."""
-    from storesvc_client import InvalidRequestError
     from storesvc_client._values.arguments import parse_past
 
-    try:
-        return parse_past(text, datetime.now(UTC))
-    except InvalidRequestError as e:
-        raise click.BadParameter(str(e)) from e
+    return convert(lambda text: parse_past(text, datetime.now(UTC)), text)
 
 
 def label(text: str) -> tuple[str, str]:

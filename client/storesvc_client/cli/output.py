@@ -170,6 +170,14 @@ def print_json(value: object) -> None:
     click.echo(json_text(json_value(value), indent=2))
 
 
+def print_result(document: object, text: str, *, as_json: bool) -> None:
+    """Prints a result: a line for people, or its JSON document for programs."""
+    if as_json:
+        print_json(document)
+    else:
+        click.echo(printable(text))
+
+
 def print_note(text: str) -> None:
     """Prints a remark on stderr, so that it does not enter a pipe."""
     click.echo(f"storectl: {printable(text)}", err=True)

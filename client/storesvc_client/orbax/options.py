@@ -380,7 +380,7 @@ def _is_without_effect(context: Any, name: str) -> bool:
 def _options(context: Any) -> Iterator[tuple[str, Any]]:
     yield "checkpoint_layout", context.checkpoint_layout
     for group in _GROUPS:
-        yield from _below(group, getattr(context, group, None))
+        yield from _below(group, getattr(context, group))
 
 
 def _below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -463,9 +463,12 @@ def policy_retention(policy: Any) -> RetentionPolicy | None:
             return KeepEvery(duration=seconds)
         case managers.EveryNSteps():
             return _every_steps(policy)
-        case managers.CustomSteps():
-            steps = getattr(policy, "_steps_set", None)  # in a private field
-            return KeepSteps(*sorted(policy.steps if steps is None else steps))
+        case managers.CustomSteps():  # in a private field
+            return KeepSteps(*sorted(policy._steps_set))  # noqa: SLF001
+        case managers.LatestDuration(duration=duration):
+            return KeepNewerThan(duration)
+        case managers.preservation_policy.PreserveAll():
+            return None
         case managers.BestN(n=count):
             if count is None:
                 return None
@@ -476,7 +479,11 @@ def policy_retention(policy: Any) -> RetentionPolicy | None:
                 keeps_without=policy.keep_checkpoints_without_metrics,
             )
         case _:
-            return _by_name(policy)
+            raise InvalidRequestError(
+                "preservation policy: expected LatestN, EveryNSteps, EveryNSeconds, "
+                "BestN, CustomSteps, LatestDuration, PreserveAll or any of these, got "
+                f"{type(policy).__name__}, which no policy of a run equals; {_ADVICE}"
+            )
 
 
 def metric_name(place: str, function: Callable[[Any], Any]) -> str:
@@ -538,28 +545,12 @@ def _best(
 
 def _every_steps(policy: Any) -> RetentionPolicy:
     for name, plain in (("exact_interval", True), ("max_to_keep", None)):
-        got = getattr(policy, name, plain)  # earlier releases lack some
-        if got != plain:
+        if (got := getattr(policy, name)) != plain:
             raise InvalidRequestError(
                 f"EveryNSteps: expected {name}={plain}, got {got!r}, which no policy "
                 f"of a run equals; {_ADVICE}"
             )
     return KeepEvery(steps=policy.interval_steps)
-
-
-def _by_name(policy: Any) -> RetentionPolicy | None:
-    """Returns the policy of a class that only newer releases of Orbax have."""
-    name = type(policy).__name__
-    is_of_orbax = type(policy).__module__.startswith("orbax.")
-    if is_of_orbax and name == "LatestDuration":
-        return KeepNewerThan(policy.duration)
-    if is_of_orbax and name == "PreserveAll":
-        return None
-    raise InvalidRequestError(
-        f"preservation policy: expected LatestN, EveryNSteps, EveryNSeconds, BestN, "
-        f"CustomSteps, LatestDuration, PreserveAll or any of these, got {name}, which "
-        f"no policy of a run equals; {_ADVICE}"
-    )
 
 
 def _positive(place: str, count: int) -> int:

@@ -6,13 +6,19 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._views.tables import Column, Shrink
+from storesvc_client._views.tables import Column, Shrink, Table
 from storesvc_client._views.texts import printable, quota_amount_text
 from storesvc_client.cli.arguments import json_option
 from storesvc_client.cli.completion import Part, complete_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import print_fields, print_json, print_note, print_table
+from storesvc_client.cli.output import (
+    Listing,
+    print_fields,
+    print_json,
+    print_note,
+    print_result,
+)
 
 if TYPE_CHECKING:
     from storesvc_client import Quota
@@ -88,11 +94,8 @@ def ping(connection: Connection, *, as_json: bool) -> None:
     connection = connection.resolve()
     with connection.open() as client:
         info = client.info()
-    if as_json:
-        print_json(info)
-    else:
-        text = f"{connection.target}: store {info.store_uid}, storesvc {info.version}"
-        click.echo(printable(text))
+    text = f"{connection.target}: store {info.store_uid}, storesvc {info.version}"
+    print_result(info, text, as_json=as_json)
 
 
 @click.command()
@@ -113,19 +116,13 @@ def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:
     """
     with connection.resolve().open() as client:
         found = client.quotas(namespace)
-    if as_json:
-        print_json(found)
-    elif not found:
-        print_note(f"no quotas apply to {namespace}")
-    else:
-        columns = (
-            Column("QUOTA"),
-            Column("OF", shrink=Shrink.END),
-            Column("USED", right=True),
-            Column("LIMIT", right=True),
-            Column("WARNS AT", right=True),
-        )
-        print_table(columns, map(_row, found))
+    absence = f"no quotas apply to {namespace}"
+    columns = (
+        *(Column("QUOTA"), Column("OF", shrink=Shrink.END)),
+        *(Column(title, right=True) for title in ("USED", "LIMIT", "WARNS AT")),
+    )
+    listing = Listing(Table("quota", columns, _row))
+    listing.show(found, as_json=as_json, absence=lambda: absence)
 
 
 def _row(found: "Quota") -> tuple[str, ...]:
@@ -222,11 +219,10 @@ def can_i(
     asked = VERBS.get(permission, permission)
     with connection.resolve().open() as client:
         is_permitted = client.test_permissions(parent, [asked]) == [asked]
-    if as_json:
-        print_json({"permission": asked, "parent": parent, "permitted": is_permitted})
-    else:
-        answer = "yes" if is_permitted else "no"
-        click.echo(printable(f"{answer}: {asked} on {parent or 'all runs'}"))
+    document = {"permission": asked, "parent": parent, "permitted": is_permitted}
+    answer = "yes" if is_permitted else "no"
+    text = f"{answer}: {asked} on {parent or 'all runs'}"
+    print_result(document, text, as_json=as_json)
     if not is_permitted:
         raise click.exceptions.Exit(1)
 

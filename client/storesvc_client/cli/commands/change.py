@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import click
 
-from storesvc.format.names import InvalidNameError, check_tag
+from storesvc.format.names import check_tag
 from storesvc_client._views.tables import TAGS
 from storesvc_client._views.texts import json_value, pairs_text, time_text
 from storesvc_client.cli.arguments import (
+    convert,
     duration,
     etag,
     json_option,
@@ -24,7 +25,13 @@ from storesvc_client.cli.arguments import (
 from storesvc_client.cli.completion import Part, Which, complete_path, complete_tag
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal, json_line
-from storesvc_client.cli.output import Listing, print_fields, print_json, print_note
+from storesvc_client.cli.output import (
+    Listing,
+    print_fields,
+    print_json,
+    print_note,
+    print_result,
+)
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
@@ -316,10 +323,7 @@ _TAGS: Final = Listing(TAGS)
 
 def tag_name(text: str) -> str:
     """Returns the name of a tag."""
-    try:
-        check_tag(text)
-    except InvalidNameError as e:
-        raise click.BadParameter(str(e)) from e
+    convert(check_tag, text)
     return text
 
 
@@ -382,20 +386,16 @@ def tag(
         case RunPath(run), str() if delete and protected is None:
             with connection.open() as client, _etag_hint(run):
                 client.run(run).tags.delete(name, etag=expected)
-            if as_json:
-                print_json({"run": run, "tag": name, "deleted": True})
-            else:
-                click.echo(f"tag {name} of {run} deleted")
+            document = {"run": run, "tag": name, "deleted": True}
+            print_result(document, f"tag {name} of {run} deleted", as_json=as_json)
         case CheckpointPath(run, which), str() if not delete:
             with connection.open() as client, _etag_hint(run):
                 found = client.run(run).tags.set(
                     name, which, protected=protected, etag=expected
                 )
-            if as_json:
-                print_json(found)
-            else:
-                suffix = ", protected" if found.protected else ""
-                click.echo(f"{run}@{found.name} is step {found.step}{suffix}")
+            suffix = ", protected" if found.protected else ""
+            text = f"{run}@{found.name} is step {found.step}{suffix}"
+            print_result(found, text, as_json=as_json)
         case _:
             raise click.UsageError("expected RUN, CHECKPOINT NAME or RUN NAME --delete")
 

@@ -6,10 +6,9 @@ from typing import Final
 
 import click
 
-from storesvc.format.names import InvalidNameError
 from storesvc_client._views.tables import Column, Shrink, Table
 from storesvc_client._views.texts import ABSENT
-from storesvc_client.cli.arguments import json_option, store_target
+from storesvc_client.cli.arguments import convert, json_option, store_target
 from storesvc_client.cli.completion import complete_context
 from storesvc_client.cli.contexts import (
     FILES,
@@ -29,10 +28,7 @@ _FILE: Final = click.Path(
 
 
 def _name(text: str) -> str:
-    try:
-        return check_name(text)
-    except InvalidNameError as e:
-        raise click.BadParameter(str(e)) from e
+    return convert(check_name, text)
 
 
 @click.group()

@@ -20,7 +20,7 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import Listing, print_json, print_note
+from storesvc_client.cli.output import Listing, print_note, print_result
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
@@ -206,8 +206,8 @@ def _delete(run: "Run", wanted: str, *, as_json: bool) -> None:
             f"{run.name} has no hold {wanted!r}; 'storectl hold {run.name}' lists them"
         )
     run.holds.release(wanted)
-    if as_json:
-        print_json({"run": run.name, "hold": wanted, "deleted": True})
-    else:
-        held = f"@{holds[wanted].step}" if wanted in holds else ", which was damaged"
-        click.echo(f"hold {wanted} on {run.name}{held} deleted")
+    held = f"@{holds[wanted].step}" if wanted in holds else ", which was damaged"
+    document = {"run": run.name, "hold": wanted, "deleted": True}
+    print_result(
+        document, f"hold {wanted} on {run.name}{held} deleted", as_json=as_json
+    )

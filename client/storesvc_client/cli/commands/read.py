@@ -42,7 +42,7 @@ from storesvc_client.cli.leaves import (
     summarize,
     write_leaves,
 )
-from storesvc_client.cli.output import print_json, print_table
+from storesvc_client.cli.output import print_json, print_result, print_table
 from storesvc_client.cli.paths import ForeignOptions, LeafPath, Readable
 
 if TYPE_CHECKING:
@@ -165,10 +165,9 @@ def get(
             ):
                 file_format.write(file, selection.leaves, arrays)
     count, size_bytes = len(selection.leaves), selection.size_bytes
-    if as_json:
-        print_json({"file": output, "leaf_count": count, "size_bytes": size_bytes})
-    else:
-        click.echo(f"{output}: {count_text(count, 'leaf')}, {size_text(size_bytes)}")
+    document = {"file": output, "leaf_count": count, "size_bytes": size_bytes}
+    text = f"{output}: {count_text(count, 'leaf')}, {size_text(size_bytes)}"
+    print_result(document, text, as_json=as_json)
 
 
 def _print(

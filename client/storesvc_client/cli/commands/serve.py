@@ -7,7 +7,7 @@ from contextlib import closing
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import click
 
@@ -20,10 +20,6 @@ from storesvc_client.cli.arguments import (
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import print_note
-
-if TYPE_CHECKING:
-    pass
-
 
 _DEMO_NEEDS: Final = ("flax", "jax", "optax", "tensorstore")
 

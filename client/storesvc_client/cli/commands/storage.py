@@ -15,6 +15,7 @@ from storesvc_client._views.tables import (
     UPLOADS_BY_RUN,
     Column,
     Shrink,
+    Table,
 )
 from storesvc_client._views.texts import (
     ABSENT,
@@ -24,6 +25,7 @@ from storesvc_client._views.texts import (
     time_text,
 )
 from storesvc_client.cli.arguments import (
+    convert,
     duration,
     json_option,
     parent_path,
@@ -38,8 +40,8 @@ from storesvc_client.cli.output import (
     print_fields,
     print_json,
     print_note,
+    print_result,
     print_table,
-    report,
 )
 from storesvc_client.cli.parent_details import usage_fields
 from storesvc_client.cli.paths import CheckpointPath, NamespacePath, RunPath
@@ -53,17 +55,33 @@ if TYPE_CHECKING:
         RetentionDecision,
         RetentionPolicy,
         Run,
+        Usage,
     )
 
 
-_PASSES: Final = (
-    Column("RUN"),
-    Column("ABORTED", right=True),
-    Column("DELETED", right=True),
-    Column("PURGED", right=True),
-    Column("GARBAGE", right=True),
-    Column("REMOVED", right=True),
-    Column("LEFT", shrink=Shrink.END),
+_COUNTS: Final = {
+    "ABORTED": "aborted_upload_count",
+    "DELETED": "deleted_checkpoint_count",
+    "PURGED": "purged_checkpoint_count",
+    "GARBAGE": "garbage_object_count",
+    "REMOVED": "deleted_object_count",
+}
+"""Columns of a collection, each with its field of ``Collected``."""
+
+_PASSES: Final["Listing[Collected]"] = Listing(
+    Table(
+        "run",
+        (
+            Column("RUN"),
+            *(Column(title, right=True) for title in _COUNTS),
+            Column("LEFT", shrink=Shrink.END),
+        ),
+        lambda one: (
+            one.run,
+            *(str(getattr(one, name)) for name in _COUNTS.values()),
+            one.postponed or ABSENT,
+        ),
+    )
 )
 
 
@@ -149,39 +167,30 @@ def gc(
         passes = list(client.collect(parent, grace=grace, dry_run=dry_run))
         if isinstance(path, NamespacePath) and not passes:
             check_namespace(client, path.namespace)
-    if as_json:
-        print_json(passes)
-    elif passes:
-        print_table(_PASSES, map(_pass_row, passes))
-    else:
-        print_note("no runs")
+    _PASSES.show(passes, as_json=as_json)
 
 
-def _pass_row(one: "Collected") -> tuple[str, ...]:
-    counts = (
-        one.aborted_upload_count,
-        one.deleted_checkpoint_count,
-        one.purged_checkpoint_count,
-        one.garbage_object_count,
-        one.deleted_object_count,
+_RUNS: Final["Listing[Usage]"] = Listing(
+    Table(
+        "run",
+        (
+            Column("RUN"),
+            *(Column(title, right=True) for title in ("CHECKPOINTS", "UPLOADS")),
+            *(Column(t, right=True) for t in ("LOGICAL", "STORED", "DISTINCT")),
+        ),
+        lambda usage: (
+            usage.run,
+            str(usage.checkpoint_count),
+            str(usage.upload_count),
+            size_text(usage.logical_bytes),
+            size_text(usage.stored_bytes),
+            size_text(usage.distinct_bytes),
+        ),
     )
-    return one.run, *map(str, counts), one.postponed or ABSENT
-
-
-_RUNS: Final = (
-    Column("RUN"),
-    Column("CHECKPOINTS", right=True),
-    Column("UPLOADS", right=True),
-    Column("LOGICAL", right=True),
-    Column("STORED", right=True),
-    Column("DISTINCT", right=True),
 )
-_CHECKPOINTS: Final = (
-    Column("STEP", right=True),
-    Column("LOGICAL", right=True),
-    Column("STORED", right=True),
-    Column("OWN", right=True),
-    Column("SHARED", right=True),
+_CHECKPOINTS: Final = tuple(
+    Column(title, right=True)
+    for title in ("STEP", "LOGICAL", "STORED", "OWN", "SHARED")
 )
 
 
@@ -235,24 +244,7 @@ def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> No
     usages = list_usages(client, namespace, damaged.append)
     if namespace and not usages and not damaged:
         check_namespace(client, namespace)
-    if as_json:
-        print_json(usages)
-    elif usages:
-        rows = (
-            (
-                usage.run,
-                str(usage.checkpoint_count),
-                str(usage.upload_count),
-                size_text(usage.logical_bytes),
-                size_text(usage.stored_bytes),
-                size_text(usage.distinct_bytes),
-            )
-            for usage in usages
-        )
-        print_table(_RUNS, rows)
-    elif not damaged:
-        print_note("no runs")
-    report(damaged)
+    _RUNS.show(usages, as_json=as_json, damaged=damaged)
 
 
 def _print_run(client: "Client", name: str, *, as_json: bool) -> None:
@@ -298,12 +290,9 @@ def _shared_bytes(checkpoint: "Checkpoint") -> int:
 
 def policy(text: str) -> "RetentionPolicy":
     """Returns the retention policy."""
-    from storesvc_client import InvalidRequestError, parse_policy
+    from storesvc_client import parse_policy
 
-    try:
-        return parse_policy(text)
-    except InvalidRequestError as e:
-        raise click.BadParameter(str(e)) from e
+    return convert(parse_policy, text)
 
 
 @click.command()
@@ -519,7 +508,5 @@ def _abort_upload(run: "Run", upload: str, *, as_json: bool) -> None:
             )
         case state:
             assert_never(state)
-    if as_json:
-        print_json(run.uploads.get(upload))
-    else:
-        click.echo(f"upload {upload} of {run.name}@{found.step} aborted")
+    text = f"upload {upload} of {run.name}@{found.step} aborted"
+    print_result(run.uploads.get(upload), text, as_json=as_json)

@@ -55,12 +55,9 @@ class ZarrRoot:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.url = f"zarr://{path}"
         self.arrays: list[ZarrArray] = []
         """Arrays of the steps that were opened."""
-
-    @property
-    def url(self) -> str:
-        return f"zarr://{self._path}"
 
     def write(
         self,

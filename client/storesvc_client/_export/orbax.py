@@ -74,10 +74,10 @@ from storesvc_client._export.target import (
     ClaimedStep,
     LocalTarget,
     NewFile,
+    NewFolder,
     OpenTarget,
     RefusedCopyError,
     RemoteTarget,
-    Target,
     lock,
     make_directory,
     translate_os_errors,
@@ -383,7 +383,7 @@ def with_names(places: ChunkLocations) -> ChunkLocations:
 
 
 def link_data(
-    source: Source, leaves: Sequence[OrbaxLeaf], target: Target, item: str
+    source: Source, leaves: Sequence[OrbaxLeaf], target: NewFolder, item: str
 ) -> DataFiles | None:
     """Links the data files that hold the leaves; returns None, without a link left, if
     the files cannot be linked.
@@ -437,7 +437,11 @@ def _checked_size(source: Source, name: str, end: int) -> int:
 
 
 def copy_data(
-    source: Source, leaves: Sequence[OrbaxLeaf], target: Target, item: str, meter: Meter
+    source: Source,
+    leaves: Sequence[OrbaxLeaf],
+    target: NewFolder,
+    item: str,
+    meter: Meter,
 ) -> DataFiles:
     """Writes the chunks of the leaves to new data files.
 
@@ -497,7 +501,11 @@ _log = logging.getLogger("storesvc_client")
 
 
 def copy_within_bucket(
-    source: Source, leaves: Sequence[OrbaxLeaf], target: Target, item: str, meter: Meter
+    source: Source,
+    leaves: Sequence[OrbaxLeaf],
+    target: NewFolder,
+    item: str,
+    meter: Meter,
 ) -> DataFiles | None:
     """Copies the data files that hold the leaves; returns None, without a copy left, if
     the bucket does not copy them. Then the caller reads them, which also finds out what
@@ -540,7 +548,7 @@ def copy_within_bucket(
     return DataFiles(places=copies, copied_bytes=sum(found.values()))
 
 
-def _undo(source: Source, target: Target, item: str, reason: str) -> None:
+def _undo(source: Source, target: NewFolder, item: str, reason: str) -> None:
     """Removes the copies, and logs why."""
     _log.warning(
         "export of %s: its data files are read and written, because the bucket did "
@@ -693,7 +701,9 @@ def _value(source: Source, row: int, meter: Meter) -> Any:
     return decode_value(leaf.key, leaf.kind, found[0])
 
 
-def _write_step(source: Source, target: Target, step: _Step, meter: Meter) -> DataFiles:
+def _write_step(
+    source: Source, target: NewFolder, step: _Step, meter: Meter
+) -> DataFiles:
     """Writes all files of a step but the one that completes it."""
     now = time.time_ns()
     # 1. The elements, and the index of the database.
@@ -729,7 +739,7 @@ def _write_step(source: Source, target: Target, step: _Step, meter: Meter) -> Da
 
 
 def _write_arrays(
-    source: Source, target: Target, step: _Step, meter: Meter, now: int
+    source: Source, target: NewFolder, step: _Step, meter: Meter, now: int
 ) -> DataFiles:
     arrays = step.arrays
     sizes = [source.tree.grids[leaf.row] for leaf in arrays]
@@ -756,13 +766,13 @@ def _write_arrays(
     return data
 
 
-def _put(target: Target, path: str, data: bytes) -> None:
+def _put(target: NewFolder, path: str, data: bytes) -> None:
     with target.create(path) as file:
         file.write(data)
 
 
 @contextmanager
-def _new_step(opened: OpenTarget, url: str, step: str) -> Generator[Target]:
+def _new_step(opened: OpenTarget, url: str, step: str) -> Generator[NewFolder]:
     """Yields the folder of a step, which is complete if the block succeeds."""
     root = opened(url)
     if root.local is not None:

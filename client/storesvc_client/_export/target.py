@@ -60,14 +60,24 @@ class NewFile(Protocol):
         """Appends bytes."""
 
 
-class Target(Protocol):
+class NewFolder(Protocol):
     """A folder that receives files; paths are relative to it."""
 
     url: str
+    local: Path | None
+    """The folder as a local directory; None if it is not one."""
 
-    @property
-    def local(self) -> Path | None:
-        """The folder as a local directory; None if it is not one."""
+    def create(self, path: str) -> Any:
+        """Returns a context of a ``NewFile``, which appears under its name, and
+        replaces a file of that name, if the block succeeds."""
+
+    def remove(self, path: str) -> None:
+        """Removes a file, or a folder with all that it holds; nothing if there is
+        none."""
+
+
+class Target(NewFolder, Protocol):
+    """A folder whose files can be read, too."""
 
     def size(self, path: str) -> int | None:
         """Returns the size of a file in bytes; None if there is none."""
@@ -77,14 +87,6 @@ class Target(Protocol):
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Returns a range of a file."""
-
-    def create(self, path: str) -> Any:
-        """Returns a context of a ``NewFile``, which appears under its name, and
-        replaces a file of that name, if the block succeeds."""
-
-    def remove(self, path: str) -> None:
-        """Removes a file, or a folder with all that it holds; nothing if there is
-        none."""
 
     def below(self, folder: str) -> "Target":
         """Returns a folder of it."""
@@ -138,20 +140,14 @@ def translate_os_errors(place: str) -> Generator[None]:
         raise PreconditionError(f"{message}; check the target") from e
 
 
-class LocalTarget:
+class LocalTarget(Target):
     """A local directory; created when the first file is."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.local = self._root = root
         self.url = str(root)
 
-    @property
-    def local(self) -> Path | None:
-        """See ``Target``."""
-        return self._root
-
     def size(self, path: str) -> int | None:
-        """See ``Target``."""
         with translate_os_errors(f"{self._root / path}"):
             try:
                 return (self._root / path).stat().st_size
@@ -159,7 +155,6 @@ class LocalTarget:
                 return None
 
     def names(self, folder: str = "") -> list[str]:
-        """See ``Target``."""
         with translate_os_errors(f"{self._root / folder}"):
             try:
                 return sorted(each.name for each in (self._root / folder).iterdir())
@@ -167,7 +162,6 @@ class LocalTarget:
                 return []
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """See ``Target``."""
         with (
             translate_os_errors(f"{self._root / path}"),
             (self._root / path).open("rb") as file,
@@ -177,7 +171,6 @@ class LocalTarget:
 
     @contextmanager
     def create(self, path: str) -> Generator[NewFile]:
-        """See ``Target``."""
         file = self._root / path
         part = file.with_name(f".{file.name}.part")
         with translate_os_errors(str(file)):
@@ -194,7 +187,6 @@ class LocalTarget:
             sync_directory(file.parent)
 
     def remove(self, path: str) -> None:
-        """See ``Target``."""
         place = self._root / path
         with translate_os_errors(str(place)):
             if place.is_dir() and not place.is_symlink():
@@ -203,7 +195,6 @@ class LocalTarget:
                 place.unlink(missing_ok=True)
 
     def below(self, folder: str) -> "LocalTarget":
-        """See ``Target``."""
         return LocalTarget(self._root / folder)
 
 
@@ -211,28 +202,22 @@ class RefusedCopyError(Exception):
     """A bucket does not copy an object; it can still be read and written."""
 
 
-class RemoteTarget:
+class RemoteTarget(Target):
     """A prefix of a bucket, or whatever else fsspec writes to."""
 
     def __init__(self, place: OutsideFiles) -> None:
         self.place = place
         self.url = place.url
+        self.local = None
         self._files = place.files
 
-    @property
-    def local(self) -> Path | None:
-        """See ``Target``."""
-        return None
-
     def below(self, folder: str) -> "RemoteTarget":
-        """See ``Target``."""
         inside = self._path(folder)
         return RemoteTarget(
             replace(self.place, url=f"{self.url}/{folder}", folder=inside)
         )
 
     def size(self, path: str) -> int | None:
-        """See ``Target``."""
         with self._translate_errors(path, "read"):
             try:
                 self._files.invalidate_cache()
@@ -241,7 +226,6 @@ class RemoteTarget:
                 return None
 
     def names(self, folder: str = "") -> list[str]:
-        """See ``Target``."""
         place = self._path(folder)
         with self._translate_errors(folder, "read"):
             try:
@@ -253,14 +237,12 @@ class RemoteTarget:
         return sorted({each for name in found if (each := name_below(start, name))})
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """See ``Target``."""
         with self._translate_errors(path, "read"):
             found: bytes = self._files.cat_file(self._path(path), start=start, end=stop)
         return found
 
     @contextmanager
     def create(self, path: str) -> Generator[NewFile]:
-        """See ``Target``."""
         with self._translate_errors(path, "write"):
             try:
                 file = self._files.open(self._path(path), "wb")
@@ -285,7 +267,6 @@ class RemoteTarget:
             raise
 
     def remove(self, path: str) -> None:
-        """See ``Target``."""
         with self._translate_errors(path, "write"), suppress(FileNotFoundError):
             self._files.invalidate_cache()
             # one by one: the bulk deletion of s3fs keeps its errors to itself
@@ -396,8 +377,8 @@ MARK: Final = ".storesvc-export"
 """File in a step that is not finished."""
 
 
-class ClaimedStep:
-    """A step that this export writes; implements ``Target``."""
+class ClaimedStep(NewFolder):
+    """A step that this export writes."""
 
     local = None
 
@@ -439,32 +420,10 @@ class ClaimedStep:
             raise self._lost()
         return self._target
 
-    def below(self, folder: str) -> Target:
-        """See ``Target``."""
-        return self._target.below(folder)
-
-    def size(self, path: str) -> int | None:
-        """See ``Target``."""
-        return self._target.size(path)
-
-    def names(self, folder: str = "") -> list[str]:
-        """See ``Target``."""
-        return self._target.names(folder)
-
-    def read(self, path: str, start: int, stop: int) -> bytes:
-        """See ``Target``."""
-        return self._target.read(path, start, stop)
-
     def create(self, path: str) -> Any:
-        """See ``Target``.
-
-        Raises:
-            PreconditionError: Another export writes the step.
-        """
         return self.find_bucket_target().create(path)
 
     def remove(self, path: str) -> None:
-        """See ``Target``."""
         self._target.remove(path)
 
     def _found(self) -> bytes:

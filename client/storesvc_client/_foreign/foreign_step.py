@@ -110,9 +110,8 @@ class ForeignStep:
 class ForeignRoot(Protocol):
     """A location below which a project writes its steps."""
 
-    @property
-    def url(self) -> str:
-        """The location with the scheme of its format, as a user would give it."""
+    url: str
+    """The location with the scheme of its format, as a user would give it."""
 
     def steps(self) -> Sequence[int]:
         """Returns the finished steps, ascending; lists the location each time."""

@@ -54,18 +54,16 @@ from storesvc_client.errors import (
 class Location(Protocol):
     """A folder outside a store; what is read below it cannot lead out of it."""
 
-    @property
-    def url(self) -> str:
-        """URL of the folder, without the scheme of a format and without options."""
+    url: str
+    """URL of the folder, without the scheme of a format and without options."""
+    is_local: bool = False
+    """True if the folder is one of this machine's file system."""
+    has_renames: bool = False
+    """True if a writer gives a folder its name when it is finished, as on a file
+    system; in a bucket, it writes a mark last."""
 
-    @property
-    def is_local(self) -> bool:
-        """True if the folder is one of this machine's file system."""
-
-    @property
-    def has_renames(self) -> bool:
-        """True if a writer gives a folder its name when it is finished, as on a file
-        system; in a bucket, it writes a mark last."""
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
 
     def names(self, folder: str = "") -> Sequence[str]:
         """Returns the names in a folder, sorted; folders end in "/"; none if there is
@@ -135,10 +133,12 @@ class Location(Protocol):
     def labels(self) -> Mapping[str, str]:
         """Returns labels of what is read there, such as the commit of a repository;
         empty where the storage has no such versions."""
+        return {}
 
     def opening(self) -> AbstractContextManager[None]:
         """Returns a block in which TensorStore opens specs of ``kvstore``: it reads
         some endpoints from the environment."""
+        return nullcontext()
 
 
 def open_location(
@@ -198,22 +198,18 @@ MAX_READ_BYTES: Final = 1 << 30
 """Maximum bytes of one system call; Linux reads at most 2 GiB."""
 
 
-class LocalLocation:
+class LocalLocation(Location):
     """A folder of this machine; it need not exist. Thread-safe."""
 
-    is_local: Final = True
-    has_renames: Final = True
+    is_local = True
+    has_renames = True
 
     def __init__(self, path: Path) -> None:
         self._root = Path(os.path.realpath(path))
-        self.url: str = self._root.as_uri()
+        self.url = self._root.as_uri()
         self._bounds = _bounds(self._root)
 
-    def __repr__(self) -> str:
-        return f"<LocalLocation {self.url}>"
-
     def names(self, folder: str = "") -> Sequence[str]:
-        """See ``Location``."""
         with self._translate_errors(folder):
             place = self._inside(checked_path(self.url, folder, is_folder=True))
             with os.scandir(place) as entries:
@@ -223,7 +219,7 @@ class LocalLocation:
         return []
 
     def stamps(self, folder: str = "") -> Mapping[str, str]:
-        """See ``Location``; the file that a symbolic link leads to counts."""
+        # the file that a symbolic link leads to counts
         with self._translate_errors(folder):
             place = self._inside(checked_path(self.url, folder, is_folder=True))
             with os.scandir(place) as entries:
@@ -233,14 +229,12 @@ class LocalLocation:
         return {}
 
     def size(self, path: str) -> int | None:
-        """See ``Location``."""
         with self._translate_errors(path):
             found = self._inside(checked_path(self.url, path)).lstat()
             return found.st_size if stat.S_ISREG(found.st_mode) else None
         return None
 
     def read(self, path: str, *, limit: int) -> bytes:
-        """See ``Location``."""
         with self._open_file(path) as (file, size):
             if size > limit:
                 raise DataLossError(
@@ -252,7 +246,6 @@ class LocalLocation:
         return bytes(into)
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """See ``Location``."""
         with self._open_file(path) as (file, size):
             self._check_end(path, start, stop, size)  # before memory is allocated
             into = bytearray(stop - start)
@@ -260,14 +253,12 @@ class LocalLocation:
         return bytes(into)
 
     def read_into(self, path: str, start: int, into: memoryview) -> None:
-        """See ``Location``."""
         with self._open_file(path) as (file, size):
             flat = into.cast("B")
             self._check_end(path, start, start + len(flat), size)
             self._fill(path, file, start, flat)
 
     def kvstore(self, folder: str = "") -> dict[str, Any]:
-        """See ``Location``."""
         inside = checked_path(self.url, folder, is_folder=True)
         place = self._root / inside
         with self._translate_errors(folder):
@@ -275,16 +266,7 @@ class LocalLocation:
         return {"driver": "file", "path": f"{place.as_posix().rstrip('/')}/"}
 
     def below(self, folder: str) -> "LocalLocation":
-        """See ``Location``."""
         return LocalLocation(self._inside(checked_path(self.url, folder)))
-
-    def labels(self) -> Mapping[str, str]:
-        """See ``Location``."""
-        return {}
-
-    def opening(self) -> AbstractContextManager[None]:
-        """See ``Location``."""
-        return nullcontext()
 
     def _inside(self, path: str) -> Path:
         """Returns the place of a path once all links are followed; rejects one that is
@@ -420,13 +402,11 @@ ones first."""
 _VERSIONS: Final = frozenset(_VERSION_FIELDS)
 
 
-class RemoteLocation:
+class RemoteLocation(Location):
     """A folder that fsspec reads. Thread-safe.
 
     fsspec's own caches are off: a list is new each time.
     """
-
-    is_local: Final = False
 
     def __init__(
         self,
@@ -457,22 +437,16 @@ class RemoteLocation:
         found = open_outside(url, options, noun="location")
         return cls(found.url, found.files, found.folder, found.storage)
 
-    def __repr__(self) -> str:
-        return f"<RemoteLocation {self.url}>"
-
     def names(self, folder: str = "") -> Sequence[str]:
-        """See ``Location``."""
         return sorted(self._list_folder(folder))
 
     def stamps(self, folder: str = "") -> Mapping[str, str]:
-        """See ``Location``."""
         listed = sorted(self._list_folder(folder).items())
         return {
             name: "" if name.endswith("/") else self._stamp(row) for name, row in listed
         }
 
     def size(self, path: str) -> int | None:
-        """See ``Location``."""
         place = self._place(checked_path(self.url, path))
         with self._translate_errors(path, is_absent_error=False):
             found = self._files.info(place)
@@ -487,7 +461,6 @@ class RemoteLocation:
         return None
 
     def read(self, path: str, *, limit: int) -> bytes:
-        """See ``Location``."""
         size = self.size(path)
         if size is None:
             raise NotFoundError(f"{self.url}/{path}: expected a file, found none")
@@ -502,7 +475,6 @@ class RemoteLocation:
         raise AssertionError
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """See ``Location``."""
         place = self._place(checked_path(self.url, path))
         if not 0 <= start <= stop:
             raise DataLossError(
@@ -517,12 +489,10 @@ class RemoteLocation:
         raise AssertionError
 
     def read_into(self, path: str, start: int, into: memoryview) -> None:
-        """See ``Location``."""
         flat = into.cast("B")
         flat[:] = self.read_range(path, start, start + len(flat))
 
     def kvstore(self, folder: str = "") -> dict[str, Any]:
-        """See ``Location``."""
         inside = checked_path(self.url, folder, is_folder=True)
         below = f"{inside}/" if inside else ""
         if self._storage is not None:
@@ -538,7 +508,6 @@ class RemoteLocation:
         return loopback.kvstore(self, inside)
 
     def below(self, folder: str) -> "RemoteLocation":
-        """See ``Location``."""
         inside = checked_path(self.url, folder)
         storage = self._storage
         if storage is not None:
@@ -551,12 +520,7 @@ class RemoteLocation:
             has_renames=self.has_renames,
         )
 
-    def labels(self) -> Mapping[str, str]:
-        """See ``Location``."""
-        return {}
-
     def opening(self) -> AbstractContextManager[None]:
-        """See ``Location``."""
         if self._storage is None:
             return nullcontext()
         return endpoint_in_environment(self._storage)
@@ -673,7 +637,6 @@ class HubLocation(RemoteLocation):
         self._found: _Commit | None = None
 
     def labels(self) -> Mapping[str, str]:
-        """See ``Location``."""
         found = self._commit()
         return {
             "huggingface.repository": found.repository,

@@ -300,24 +300,18 @@ def open_foreign(
     return ForeignRun(_LabelledRoot(root, location), lookalike, explained)
 
 
-class _LabelledRoot:
-    """A ``ForeignRoot`` whose steps also have the labels of their location."""
+class _LabelledRoot(ForeignRoot):
+    """A root whose steps also have the labels of their location."""
 
     def __init__(self, root: ForeignRoot, location: Location) -> None:
         self._root = root
         self._location = location
-
-    @property
-    def url(self) -> str:
-        """See ``ForeignRoot``."""
-        return self._root.url
+        self.url = root.url
 
     def steps(self) -> Sequence[int]:
-        """See ``ForeignRoot``."""
         return self._root.steps()
 
     def open(self, step: int) -> ForeignStep:
-        """See ``ForeignRoot``."""
         found = self._root.open(step)
         labels = self._location.labels()
         return replace(found, labels={**labels, **found.labels}) if labels else found

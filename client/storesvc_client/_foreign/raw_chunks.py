@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, product
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -38,6 +38,7 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, part
 from storesvc.storage.threads import Threads
+from storesvc_client._foreign.foreign_step import ForeignArray
 from storesvc_client._foreign.locations import LocalLocation, Location
 from storesvc_client.errors import DataLossError, NotFoundError, UnavailableError
 
@@ -270,8 +271,8 @@ _THREADS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class PlainArray:
-    """A ``ForeignArray`` over a range of a file: C order, little-endian."""
+class PlainArray(ForeignArray):
+    """A range of a file: C order, little-endian."""
 
     location: Location
     path: str
@@ -283,7 +284,6 @@ class PlainArray:
     """Name of the row for messages, such as "leaf 'params/w'"."""
 
     def read(self, region: Region, into: NDArray[Any]) -> "Future[None]":
-        """Starts to read a region; see ``ForeignArray``."""
         return reading_threads().submit(self.fill, region, into)
 
     def fill(self, region: Region, into: NDArray[Any]) -> None:
@@ -328,15 +328,8 @@ _INDEX_BYTES: Final = 20
 """Bytes of the index of a shard of one chunk: offset, size, checksum."""
 
 
-class Places(Protocol):
-    """Finds the stored bytes of chunks."""
-
-    @property
-    def location(self) -> LocalLocation:
-        """Location of the files."""
-
-    def find(self, key: str) -> StoredRange | None:
-        """Returns the range of a chunk's bytes; None if it is not known."""
+Places: TypeAlias = FolderPlaces | OcdbtPlaces
+"""Finds the stored bytes of chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,7 +225,7 @@ class _InFlight:
             reading.cancel()
 
 
-class _CopiedReading:
+class _CopiedReading(Reading):
     """A read whose elements are copied once it has ended."""
 
     def __init__(
@@ -236,12 +236,10 @@ class _CopiedReading:
         self._into = into
 
     def result(self, timeout: float | None = None) -> None:
-        """See ``Reading.result``."""
         self._reading.result(timeout)
         self._into[...] = self._aside
 
     def cancel(self) -> None:
-        """See ``Reading.cancel``."""
         self._reading.cancel()
 
 

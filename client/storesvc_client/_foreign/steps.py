@@ -48,7 +48,7 @@ from storesvc.format.trees import (
 )
 from storesvc.storage.threads import Threads
 from storesvc_client._foreign.bounded_json import parse_object
-from storesvc_client._foreign.foreign_step import ForeignArray, ForeignStep
+from storesvc_client._foreign.foreign_step import ForeignArray, ForeignRoot, ForeignStep
 from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.raw_chunks import PlainArray
 from storesvc_client._items.values import encode_item
@@ -142,8 +142,8 @@ class StepMetadata:
     """None if the time has no zone."""
 
 
-class FolderRoot:
-    """A ``ForeignRoot`` whose steps are folders of a location."""
+class FolderRoot(ForeignRoot):
+    """A root whose steps are folders of a location."""
 
     def __init__(
         self,
@@ -152,7 +152,8 @@ class FolderRoot:
         *,
         find: Callable[[Location], dict[int, str]],
         read: Callable[[Location, str, int], ForeignStep],
-        marks: str = "",
+        absent: str = "finished step {step}",
+        file: str = "",
     ) -> None:
         """Lists nothing yet.
 
@@ -161,25 +162,23 @@ class FolderRoot:
             scheme: Name of the format.
             find: Returns the folder of each finished step.
             read: Reads what describes the step of a folder.
-            marks: The files of a finished step, for the message about an absent one.
+            absent: What a location without a step does not have, for the message.
+            file: Name of the one file in the location that is the checkpoint, if any.
         """
         self._location = location
         self._find = find
         self._read = read
-        self._marks = f" (with {marks})" if marks else ""
-        self.url = f"{scheme}:{location.url}"
+        self._absent = absent
+        self.url = f"{scheme}:{join(location.url, file)}"
 
     def steps(self) -> Sequence[int]:
-        """See ``ForeignRoot``."""
         return sorted(self._find(self._location))
 
     def open(self, step: int) -> ForeignStep:
-        """See ``ForeignRoot``."""
         folder = self._find(self._location).get(step)
         if folder is None:
-            raise NotFoundError(
-                f"{self.url}: there is no finished step {step}{self._marks}"
-            )
+            absent = self._absent.format(step=step)
+            raise NotFoundError(f"{self.url}: there is no {absent}")
         return self._read(self._location, folder, step)
 
 
@@ -553,14 +552,13 @@ def make_tree(
     return Tree(leaves, structure), tuple(row.array for row in ordered)
 
 
-class BytesArray:
-    """A ``ForeignArray`` over bytes in memory."""
+class BytesArray(ForeignArray):
+    """Bytes in memory."""
 
     def __init__(self, data: bytes) -> None:
         self._elements = np.frombuffer(data, np.uint8)
 
     def read(self, region: Region, into: NDArray[Any]) -> "Future[None]":
-        """Copies a region."""
         ((start, stop),) = region
         into[...] = self._elements[start:stop]
         done: Future[None] = Future()

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, shape_problem
 from storesvc.storage.location import CONCURRENCY, RETRIES
-from storesvc_client._foreign.foreign_step import Reading
+from storesvc_client._foreign.foreign_step import ForeignArray, Reading
 from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.raw_chunks import (
     MIN_CHUNK_BYTES,
@@ -309,8 +309,8 @@ class StoredIn(NamedTuple):
     """Beginning of the keys of its chunks."""
 
 
-class TensorStoreArray:
-    """A ``ForeignArray`` over an opened TensorStore."""
+class TensorStoreArray(ForeignArray):
+    """An opened TensorStore."""
 
     def __init__(
         self, store: "ts.TensorStore", *, row: str, stored: StoredIn | None = None
@@ -372,7 +372,6 @@ class TensorStoreArray:
         )
 
     def read(self, region: Region, into: NDArray[Any]) -> Reading:
-        """Starts to read a region; see ``ForeignArray``."""
         if self._chunk_bytes >= MIN_CHUNK_BYTES and self._raw_chunks is not None:
             return reading_threads().submit(
                 self._read_raw, self._raw_chunks, region, into
@@ -429,8 +428,8 @@ class TensorStoreArray:
         return TensorStoreRead(future, target=target, into=into, row=self._row)
 
 
-class TensorStoreRead:
-    """A read in progress."""
+class TensorStoreRead(Reading):
+    """A read of TensorStore."""
 
     def __init__(
         self,
@@ -448,14 +447,12 @@ class TensorStoreRead:
         self._row = row
 
     def result(self, timeout: float | None = None) -> None:
-        """Waits for the read; see ``Reading``."""
         with translate_errors(self._row):
             self._future.result(timeout)
         if self._target is not self._into:
             self._into[...] = self._target
 
     def cancel(self) -> None:
-        """See ``Reading``."""
         self._future.cancel()
 
 

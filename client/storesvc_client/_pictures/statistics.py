@@ -23,7 +23,7 @@ the sign of ``x``.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -68,19 +68,7 @@ class Tally:
     """Standard deviation of the population."""
 
 
-class Tallying(Protocol):
-    """Counters of values."""
-
-    def add(self, part: "NDArray[Any]") -> None:
-        """Counts the values of a part."""
-        ...
-
-    def tally(self) -> Tally:
-        """Returns what was counted so far."""
-        ...
-
-
-def tallying(dtype: "np.dtype[Any]") -> Tallying:
+def tallying(dtype: "np.dtype[Any]") -> "_EachValue | _Rounded":
     """Returns counters for arrays of a dtype; of complex values, their modulus is
     counted."""
     if dtype.itemsize <= 2:
@@ -109,12 +97,12 @@ class _EachValue:
         self._counts = np.zeros(len(every), np.int64)
 
     def add(self, part: "NDArray[Any]") -> None:
-        """See ``Tallying.add``."""
+        """Counts the values of a part."""
         bits = np.ascontiguousarray(part).reshape(-1).view(self._bits)
         self._counts += np.bincount(bits, minlength=len(self._counts))
 
     def tally(self) -> Tally:
-        """See ``Tallying.tally``."""
+        """Returns what was counted so far."""
         values, counts = self._values, self._counts
         is_there = np.isfinite(values) & (counts > 0)
         # +0 and -0, and bits that a type ignores, are one value
@@ -151,7 +139,6 @@ class _Rounded:
         self._moments = _Moments(0, 0.0, 0.0, 0)
 
     def add(self, part: "NDArray[Any]") -> None:
-        """See ``Tallying.add``."""
         values = as_float64(part).reshape(-1)
         is_finite = np.isfinite(values)
         if not is_finite.all():
@@ -173,7 +160,6 @@ class _Rounded:
         self._moments = self._moments.join(_Moments.from_values(values))
 
     def tally(self) -> Tally:
-        """See ``Tallying.tally``."""
         keys = np.flatnonzero(self._counts)
         negative, positive = keys[keys >= _POSITIVE][::-1], keys[keys < _POSITIVE]
         nearer, further = self._edges(negative - _POSITIVE)

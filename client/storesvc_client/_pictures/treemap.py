@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 from storesvc_client._pictures.svg import (
     DTYPE_COLOURS,
@@ -70,34 +70,14 @@ _PREFERRED: Final = {"float32": 0, "bfloat16": 1, "float16": 1, "float64": 2}
 """Colours that dtypes have unless a larger one has them."""
 
 
-class Colouring(Protocol):
-    """A rule that colours leaves."""
-
-    @property
-    def title(self) -> str:
-        """Words for "by ...", such as "dtype"."""
-        ...
-
-    @property
-    def colours(self) -> Mapping[str, str]:
-        """Colours by entry of the legend, in its order."""
-        ...
-
-    def entry(self, leaves: Sequence[LeafInfo]) -> str:
-        """Returns the entry of the legend that leaves belong to together."""
-        ...
-
-    def remark(self, leaves: Sequence[LeafInfo]) -> str:
-        """Returns what a tooltip adds about leaves; "" for nothing."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ByDtype:
     """Colours by dtype; leaves together have the dtype of most of their bytes."""
 
     colours: Mapping[str, str]
+    """Colours by entry of the legend, in its order."""
     title: str = "dtype"
+    """Words for "by ..."."""
 
     @classmethod
     def from_leaves(cls, leaves: Iterable[LeafInfo]) -> "ByDtype":
@@ -112,7 +92,7 @@ class ByDtype:
         return cls({**colours, OTHER: GREY})
 
     def entry(self, leaves: Sequence[LeafInfo]) -> str:
-        """See ``Colouring.entry``."""
+        """Returns the entry of the legend that leaves belong to together."""
         if len(leaves) == 1:
             dtype = dtype_text(leaves[0])
         else:
@@ -120,7 +100,7 @@ class ByDtype:
         return dtype if dtype in self.colours else OTHER
 
     def remark(self, leaves: Sequence[LeafInfo]) -> str:
-        """See ``Colouring.remark``."""
+        """Returns what a tooltip adds about leaves; "" for nothing."""
         return "" if len(leaves) == 1 else ", ".join(_bytes_by_dtype(leaves))
 
 
@@ -133,11 +113,9 @@ class ByChange:
 
     @property
     def colours(self) -> Mapping[str, str]:
-        """See ``Colouring.colours``."""
         return {name: colour for name, colour, _ in CHANGES} | {UNKNOWN: GREY}
 
     def entry(self, leaves: Sequence[LeafInfo]) -> str:
-        """See ``Colouring.entry``."""
         share = changed_share(leaves, self.shares)
         if share is None:
             return UNKNOWN
@@ -147,9 +125,11 @@ class ByChange:
         )
 
     def remark(self, leaves: Sequence[LeafInfo]) -> str:
-        """See ``Colouring.remark``."""
         share = changed_share(leaves, self.shares)
         return "change not known" if share is None else f"{percent(share)} changed"
+
+
+Colouring: TypeAlias = ByDtype | ByChange
 
 
 def changed_share(leaves: Sequence[LeafInfo], shares: Shares) -> float | None:

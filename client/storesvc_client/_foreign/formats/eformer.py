@@ -123,7 +123,7 @@ def open_root(location: Location) -> ForeignRoot:
             f"{_INDEX} and {METADATA}",
         ),
         read=_read_step,
-        marks=f"{METADATA} and {_INDEX} or safetensors",
+        absent=f"finished step {{step}} (with {METADATA} and {_INDEX} or safetensors)",
     )
 
 

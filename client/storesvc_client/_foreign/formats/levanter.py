@@ -50,7 +50,8 @@ def open_root(location: Location) -> ForeignRoot:
         is_finished=lambda _, names: METADATA in names,
         expected=f"checkpoints of levanter, folders such as step-100/ with {METADATA}",
     )
-    return FolderRoot(location, "levanter", find=find, read=_read_step, marks=METADATA)
+    absent = f"finished step {{step}} (with {METADATA})"
+    return FolderRoot(location, "levanter", find=find, read=_read_step, absent=absent)
 
 
 def _read_step(location: Location, folder: str, step: int) -> ForeignStep:

@@ -36,7 +36,7 @@ from storesvc.format.keys import MAX_ITEMS
 from storesvc.format.trees import PYTHON_DTYPES, Leaf, SavedSharding
 from storesvc.storage.threads import Threads
 from storesvc_client._foreign.bounded_json import as_object, read_json
-from storesvc_client._foreign.foreign_step import ForeignStep, UnreadItem
+from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep, UnreadItem
 from storesvc_client._foreign.formats import orbax_metadata as metadata
 from storesvc_client._foreign.formats.orbax_metadata import Entry, TreeMetadata
 from storesvc_client._foreign.locations import Location, checked_path
@@ -590,7 +590,7 @@ def open_root(
     return root
 
 
-class OrbaxRoot:
+class OrbaxRoot(ForeignRoot):
     """The checkpoints of Orbax at a location."""
 
     def __init__(
@@ -599,7 +599,7 @@ class OrbaxRoot:
         self._location = location
         self._without = without
         self._is_trusted = location.has_renames or trust_uncommitted
-        self.url: str = f"orbax:{location.url}"
+        self.url = f"orbax:{location.url}"
 
     def check(self) -> None:
         """Rejects a location without any step, finished or not.
@@ -612,7 +612,6 @@ class OrbaxRoot:
             self._folders(names)
 
     def steps(self) -> Sequence[int]:
-        """See ``ForeignRoot``."""
         folders = self._folders(self._location.names())
         found = [(step, name) for step, each in folders.items() for name in each]
         with Threads(_LISTED_AT_ONCE) as pool:
@@ -621,7 +620,6 @@ class OrbaxRoot:
         return sorted({step for (step, _), is_finished in rows if is_finished})
 
     def open(self, step: int) -> ForeignStep:
-        """See ``ForeignRoot``."""
         folders = self._folders(self._location.names()).get(step, [])
         finished = [folder for folder in folders if self._is_finished(folder)]
         for folder in finished:

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -25,9 +26,11 @@ from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, choose_chunk_shape, shape_problem
+from storesvc_client._export.safetensors import DTYPE_NAMES as WRITTEN
 from storesvc_client._foreign.bounded_json import integers, parse_object
 from storesvc_client._foreign.foreign_step import (
     ForeignArray,
+    ForeignRoot,
     ForeignStep,
     Reading,
     UnreadItem,
@@ -35,9 +38,11 @@ from storesvc_client._foreign.foreign_step import (
 from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.raw_chunks import PlainArray
 from storesvc_client._foreign.steps import (
+    FolderRoot,
     Row,
     array_row,
     file_name,
+    folders_in,
     item_row,
     join,
     make_tree,
@@ -123,31 +128,16 @@ LENGTH_BYTES: Final = 8
 
 TENSOR_DTYPES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
     {
-        "BOOL": ("bool", 8),
         "F4": ("float4_e2m1fn", 4),
         "F6_E2M3": ("float6_e2m3fn", 6),
         "F6_E3M2": ("float6_e3m2fn", 6),
-        "U8": ("uint8", 8),
-        "I8": ("int8", 8),
-        "F8_E5M2": ("float8_e5m2", 8),
-        "F8_E4M3": ("float8_e4m3fn", 8),
-        "F8_E8M0": ("float8_e8m0fnu", 8),
-        "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
-        "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
-        "I16": ("int16", 16),
-        "U16": ("uint16", 16),
-        "F16": ("float16", 16),
-        "BF16": ("bfloat16", 16),
-        "I32": ("int32", 32),
-        "U32": ("uint32", 32),
-        "F32": ("float32", 32),
-        "C64": ("complex64", 64),
-        "F64": ("float64", 64),
-        "I64": ("int64", 64),
-        "U64": ("uint64", 64),
+        **{
+            name: (dtype, DTYPES[dtype].itemsize * 8) for dtype, name in WRITTEN.items()
+        },
     }
 )
-"""Our name of each dtype, and its bits. F8_E4M3 is torch's float8_e4m3fn."""
+"""Our name of each dtype, and its bits: those that an export writes, and packed ones.
+F8_E4M3 is torch's float8_e4m3fn."""
 
 _FIELDS: Final = {"dtype", "shape", "data_offsets"}
 _METADATA: Final = "__metadata__"
@@ -242,10 +232,6 @@ def _tensor(name: str, entry: Any, begin: int, what: str) -> Tensor:
             f"{ascii(entry['dtype'])[:40]}"
         )
     dtype, bits = form
-    if dtype not in DTYPES:
-        raise PreconditionError(
-            f"{place}: the installed ml_dtypes has no {dtype}; install a newer one"
-        )
     if problem := shape_problem(shape):
         raise DataLossError(f"{place}: {problem}")
     # Elements smaller than a byte fill whole bytes together.
@@ -275,7 +261,7 @@ _SNAPSHOTS: Final = "snapshots"
 
 def open_root(
     location: Location, *, file: str = "", keep_names: bool = False
-) -> "SafetensorsRoot":
+) -> ForeignRoot:
     """Returns the checkpoints below a location.
 
     Args:
@@ -283,79 +269,52 @@ def open_root(
         file: Name of the one file in it that is the checkpoint, or "" to find it.
         keep_names: Whether the name of a tensor is one key, and not split at each ".".
     """
-    return SafetensorsRoot(location, file=file, keep_names=keep_names)
+    return FolderRoot(
+        location,
+        "safetensors",
+        find=partial(_find_folders, file=file),
+        read=partial(read_step, file=file, keep_names=keep_names),
+        absent="step {step} with finished safetensors files",
+        file=file,
+    )
 
 
-class SafetensorsRoot:
-    """A ``ForeignRoot`` of safetensors files."""
-
-    def __init__(self, location: Location, *, file: str, keep_names: bool) -> None:
-        self._location = location
-        self._file = file
-        self._keep_names = keep_names
-
-    @property
-    def url(self) -> str:
-        """See ``ForeignRoot``."""
-        below = f"/{self._file}" if self._file else ""
-        return f"safetensors:{self._location.url}{below}"
-
-    def steps(self) -> Sequence[int]:
-        """See ``ForeignRoot``."""
-        return sorted(self._folders())
-
-    def open(self, step: int) -> ForeignStep:
-        """See ``ForeignRoot``."""
-        folder = self._folders().get(step)
-        if folder is None:
+def _find_folders(location: Location, *, file: str) -> dict[int, str]:
+    """Returns the folder of each finished step."""
+    if file:
+        names = location.names()
+        if file_name(file, what=f"safetensors:{location.url}/{file}") not in names:
             raise NotFoundError(
-                f"{self.url}: there is no step {step} with finished safetensors files"
+                f"{location.url}: expected a file {file}, got {names_text(names)}; "
+                "check the location"
             )
-        return read_step(
-            self._location,
-            folder,
-            step=step,
-            file=self._file,
-            keep_names=self._keep_names,
-        )
+        return {0: ""}
+    if revisions := folders_in(location.names(_SNAPSHOTS)):
+        return {0: _find_snapshot(location, revisions)}
+    return named_steps(
+        location,
+        is_finished=lambda folder, names: (
+            find_file(names, what=place(location, folder)) is not None
+        ),
+        expected="a file *.safetensors, an index of several, or folders such as "
+        "checkpoint-100/ with them",
+    )
 
-    def _folders(self) -> dict[int, str]:
-        """Returns the folder of each finished step."""
-        if self._file:
-            names = self._location.names()
-            if file_name(self._file, what=self.url) not in names:
-                raise NotFoundError(
-                    f"{self._location.url}: expected a file {self._file}, got "
-                    f"{names_text(names)}; check the location"
-                )
-            return {0: ""}
-        if self._location.names(_SNAPSHOTS):
-            return {0: self._snapshot()}
-        return named_steps(
-            self._location,
-            is_finished=lambda folder, names: (
-                find_file(names, what=place(self._location, folder)) is not None
-            ),
-            expected="a file *.safetensors, an index of several, or folders such as "
-            "checkpoint-100/ with them",
-        )
 
-    def _snapshot(self) -> str:
-        """Returns the folder of the revision "main" in a cache of Hugging Face."""
-        revisions = [each.rstrip("/") for each in self._location.names(_SNAPSHOTS)]
-        if self._location.size(_MAIN_REF) is not None:
-            text = self._location.read(_MAIN_REF, limit=MAX_REF_BYTES)
-            revision = file_name(
-                text.decode(errors="replace").strip(), what=f"{self.url}/{_MAIN_REF}"
-            )
-            if revision in revisions:
-                return f"{_SNAPSHOTS}/{revision}"
-        if len(revisions) == 1:
-            return f"{_SNAPSHOTS}/{revisions[0]}"
-        raise PreconditionError(
-            f"{self.url}: expected the revision main in the cache, got "
-            f"{len(revisions)} others; give the URL of one, below {_SNAPSHOTS}/"
-        )
+def _find_snapshot(location: Location, revisions: Sequence[str]) -> str:
+    """Returns the folder of the revision "main" in a cache of Hugging Face."""
+    url = f"safetensors:{location.url}"
+    if location.size(_MAIN_REF) is not None:
+        text = location.read(_MAIN_REF, limit=MAX_REF_BYTES).decode(errors="replace")
+        revision = file_name(text.strip(), what=f"{url}/{_MAIN_REF}")
+        if revision in revisions:
+            return f"{_SNAPSHOTS}/{revision}"
+    if len(revisions) == 1:
+        return f"{_SNAPSHOTS}/{revisions[0]}"
+    raise PreconditionError(
+        f"{url}: expected the revision main in the cache, got {len(revisions)} others; "
+        f"give the URL of one, below {_SNAPSHOTS}/"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +328,7 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class PackedArray:
+class PackedArray(ForeignArray):
     """An array whose elements are smaller than a byte; it cannot be read."""
 
     message: str
@@ -380,7 +339,7 @@ class PackedArray:
 
 
 def read_step(
-    location: Location, folder: str, *, step: int, file: str, keep_names: bool
+    location: Location, folder: str, step: int, *, file: str, keep_names: bool
 ) -> ForeignStep:
     """Reads what describes a checkpoint in a folder; takes what ``tensor_rows`` does.
 

@@ -113,11 +113,7 @@ class Renames:
 
 
 def read_table(table: RenameTable | None) -> Renames:
-    """Returns a table.
-
-    Raises:
-        InvalidRequestError: There is no such file or table, or it has no such rules.
-    """
+    """Returns a table."""
     if table is None:
         return Renames()
     if not isinstance(table, str | Path):
@@ -146,11 +142,7 @@ def read_table(table: RenameTable | None) -> Renames:
 
 
 def parse_table(table: object, place: str) -> Renames:
-    """Returns the table of a value.
-
-    Raises:
-        InvalidRequestError: It, or a rule, has another form; the message names it.
-    """
+    """Returns the table of a value."""
     fields: dict[str, Any] = (
         dict(table) if isinstance(table, Mapping) else {"rules": table}
     )
@@ -270,15 +262,7 @@ class Source:
         return _KIND_TEXTS.get(kind, kind.replace("_", " "))
 
     def check_rejected(self, rejected: Sequence[tuple[int, str]]) -> None:
-        """Raises one error for all leaves that a format cannot hold; nothing for none.
-
-        Args:
-            rejected: Rows, each with what was expected, what it is, and what to do.
-
-        Raises:
-            PreconditionError: There are such leaves; the message has the text of the
-                first, and the names of the others.
-        """
+        """Raises one error for all leaves that a format cannot hold, if any."""
         if not rejected:
             return
         (row, text), *others = rejected
@@ -351,14 +335,7 @@ def windows(
     itemsize: int,
     limit: int = WINDOW_BYTES,
 ) -> Iterator[Region]:
-    """Yields regions that follow each other in C order and cover an array once.
-
-    Args:
-        shape: Shape of the array; nothing is yielded if a size is 0.
-        chunk_shape: Shape of its chunks.
-        itemsize: Bytes of an element.
-        limit: Maximum bytes of a region; one element may be larger.
-    """
+    """Yields regions that follow each other in C order and cover an array once."""
     if 0 in shape:
         return
     # 1. Lead with as few single indices as make the rest of a row fit.
@@ -383,16 +360,7 @@ def windows(
 def read_in_order(
     source: Source, pieces: Iterable[Piece], meter: Meter
 ) -> Iterator[NDArray[Any]]:
-    """Yields the elements of pieces, in their order; reads ahead by one batch.
-
-    Args:
-        source: The checkpoint.
-        pieces: Distinct pieces with at least one element each.
-        meter: Gets the times of the reads.
-
-    Raises:
-        StoreError: Stored bytes are missing or damaged.
-    """
+    """Yields the elements of distinct pieces, none empty; reads ahead by one batch."""
     with Threads(1, "storesvc-export") as reader:
         batches = _batches(source, pieces)
         batch = next(batches, None)
@@ -437,11 +405,7 @@ def _read(
 
 
 def cast_array(array: NDArray[Any], dtype: str, place: str) -> NDArray[Any]:
-    """Returns an array of another floating-point dtype.
-
-    Raises:
-        InvalidRequestError: A finite element exceeds the range of the dtype.
-    """
+    """Returns an array of another floating-point dtype."""
     if array.dtype == DTYPES[dtype]:
         return array
     with np.errstate(over="ignore", invalid="ignore"):

@@ -117,11 +117,7 @@ def export_checkpoint(
 
 
 def parse_target(url: object) -> tuple[str, str]:
-    """Returns the format of a target, and its URL or path.
-
-    Raises:
-        InvalidRequestError: It names no format of exports, or no place.
-    """
+    """Returns the format of a target, and its URL or path."""
     if not isinstance(url, str | Path):
         raise InvalidRequestError(f"export: expected a target, got {shown(url)}")
     kind, colon, where = str(url).partition(":")

@@ -162,11 +162,7 @@ class OrbaxLeaf:
 
 
 def plan_leaves(source: Source, *, cast: str | None) -> list[OrbaxLeaf]:
-    """Returns the selected leaves as Orbax names them, in the order of their keys.
-
-    Raises:
-        PreconditionError: Orbax cannot hold a leaf, or two leaves have one name.
-    """
+    """Returns the selected leaves as Orbax names them, in the order of their keys."""
     source.check_rejected(
         [(row, text) for row in source.rows if (text := _fault(source, row, cast))]
     )
@@ -387,9 +383,6 @@ def link_data(
 ) -> DataFiles | None:
     """Links the data files that hold the leaves; returns None, without a link left, if
     the files cannot be linked.
-
-    Raises:
-        DataLossError: A data file is missing or too short.
     """
     folder = target.local
     if folder is None or source.pool is None:
@@ -443,12 +436,7 @@ def copy_data(
     item: str,
     meter: Meter,
 ) -> DataFiles:
-    """Writes the chunks of the leaves to new data files.
-
-    Raises:
-        StoreError: Stored bytes are damaged, a cast exceeds the range, or the target
-            cannot be written.
-    """
+    """Writes the chunks of the leaves to new data files."""
     rows: list[tuple[str, int, int]] = []
     with ExitStack() as stack:
         file: NewFile | None = None
@@ -510,9 +498,6 @@ def copy_within_bucket(
     """Copies the data files that hold the leaves; returns None, without a copy left, if
     the bucket does not copy them. Then the caller reads them, which also finds out what
     is damaged.
-
-    Raises:
-        StoreError: The storage failed.
     """
     pool = source.bucket_pool
     if isinstance(target, ClaimedStep):
@@ -602,14 +587,6 @@ def write_orbax(
         item: Name of the item that holds the tree; None for that of the layout.
         drop_items: Leaves out items that Orbax cannot hold, which are rejected
             otherwise.
-
-    Returns:
-        The files, and the items left out.
-
-    Raises:
-        InvalidRequestError: ``item`` is not a name.
-        PreconditionError: Orbax cannot hold a leaf or an item, or the step exists.
-        StoreError: The checkpoint could not be read, or the target not be written.
     """
     source, meter = call.source, call.meter
     leaves = plan_leaves(source, cast=call.cast)

@@ -145,11 +145,6 @@ def plan_tensors(
         separator: Joins the parts of a path that no rule renames; "/" keeps the key.
         dtypes: Names of the dtypes that the format holds.
         target: Name of the format, for messages.
-
-    Raises:
-        PreconditionError: The format would lose a leaf, two have one name, or the
-            table of a model does not name a leaf.
-        InvalidRequestError: A rule does not fit a leaf, or none matches one.
     """
     keys = [leaf.key for leaf in source.tree.leaves[: source.tree.tree_count]]
     found = [table.rename(".".join(split_key(key))) for key in keys]
@@ -286,9 +281,6 @@ def read_tensors(
 ) -> Iterator[tuple[Tensor, Iterator[memoryview]]]:
     """Yields each tensor with its bytes in C order, in pieces; all pieces of a tensor
     must be taken before the next one.
-
-    Raises:
-        StoreError: Stored bytes are damaged, or a cast exceeds the range.
     """
     plans = [
         [
@@ -332,13 +324,7 @@ _MOMENT: Final = (1980, 1, 1, 0, 0, 0)
 
 
 def write_npz(call: ExportCall) -> Written:
-    """Writes the selected leaves to a file whose name ends in ".npz".
-
-    Raises:
-        InvalidRequestError: The target is no such file.
-        PreconditionError: The format would lose a leaf, or the file exists.
-        StoreError: The checkpoint could not be read, or the target not be written.
-    """
+    """Writes the selected leaves to a file whose name ends in ".npz"."""
     source, meter = call.source, call.meter
     folder, name = split_file(call.where)
     if not name.endswith(NPZ_SUFFIX):
@@ -491,11 +477,7 @@ def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
 def header_bytes(
     ordered: Sequence[Tensor], metadata: Mapping[str, str], place: str
 ) -> bytes:
-    """Returns the length of the header and the header.
-
-    Raises:
-        PreconditionError: A name is reserved, or the header is too long.
-    """
+    """Returns the length of the header and the header."""
     header: dict[str, object] = {_RESERVED: dict(metadata)}
     end = 0
     for tensor in ordered:
@@ -561,11 +543,6 @@ class _Shard:
 def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Written:
     """Writes the selected leaves to a folder, or to a file if the target ends in
     ".safetensors".
-
-    Raises:
-        InvalidRequestError: The target is one file, and the leaves are larger.
-        PreconditionError: The format would lose a leaf, or the target exists.
-        StoreError: The checkpoint could not be read, or the target not be written.
     """
     source, meter = call.source, call.meter
     tensors = plan_tensors(

@@ -344,16 +344,7 @@ class _RemoteFile:
 
 
 def lock(descriptor: int, part: Path, place: Path) -> None:
-    """Locks a temporary file or directory until its descriptor is closed.
-
-    Args:
-        descriptor: An open descriptor of it.
-        part: Its path.
-        place: The path that it will have, for the message.
-
-    Raises:
-        PreconditionError: Another export holds the lock, or has just completed it.
-    """
+    """Locks a temporary file or directory until its descriptor is closed."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), part.lstat()):
@@ -395,11 +386,7 @@ class ClaimedStep(NewFolder):
             file.write(self._text)
 
     def complete(self, name: str, data: bytes) -> None:
-        """Writes the file that completes the step, and removes the claim.
-
-        Raises:
-            PreconditionError: Another export writes the step.
-        """
+        """Writes the file that completes the step, and removes the claim."""
         with self.create(name) as file:
             file.write(data)
         found = self._found()
@@ -411,11 +398,7 @@ class ClaimedStep(NewFolder):
         raise self._lost()
 
     def find_bucket_target(self) -> Target:
-        """Returns the target itself, for copies within its bucket.
-
-        Raises:
-            PreconditionError: Another export writes the step.
-        """
+        """Returns the target itself, for copies within its bucket."""
         if self._found() != self._text:
             raise self._lost()
         return self._target

@@ -31,10 +31,6 @@ _ADVICE: Final = "use another checkpoint"
 def read_json(location: Location, path: str) -> tuple[Any, bytes]:
     """Returns the value of a JSON file, in which NaN and Infinity are numbers, as
     Python writes them; and its bytes.
-
-    Raises:
-        NotFoundError: There is no such file.
-        DataLossError: It is too large or no JSON.
     """
     data = location.read(path, limit=MAX_BYTES)
     what = f"{location.url}/{path}"
@@ -43,11 +39,7 @@ def read_json(location: Location, path: str) -> tuple[Any, bytes]:
 
 
 def parse_object(data: bytes, *, what: str) -> dict[str, Any]:
-    """Returns the fields of a JSON object; see ``parse_json``.
-
-    Raises:
-        DataLossError: It is no JSON object.
-    """
+    """Returns the fields of a JSON object; see ``parse_json``."""
     return as_object(parse_json(data, what=what), what=what)
 
 
@@ -102,11 +94,7 @@ def parse_json(
 
 
 def as_object(value: Any, *, what: str) -> dict[str, Any]:
-    """Returns a value that is to be a JSON object.
-
-    Raises:
-        DataLossError: It is another value.
-    """
+    """Returns a value that is to be a JSON object."""
     if not isinstance(value, dict):
         raise DataLossError(
             f"{what}: expected a JSON object, got {type(value).__name__}; {_ADVICE}"
@@ -115,11 +103,7 @@ def as_object(value: Any, *, what: str) -> dict[str, Any]:
 
 
 def integers(value: Any, *, what: str) -> tuple[int, ...]:
-    """Returns a list of JSON that holds sizes: integers of int64 from 0.
-
-    Raises:
-        DataLossError: It is another value.
-    """
+    """Returns a list of JSON that holds sizes: integers of int64 from 0."""
     if isinstance(value, list) and all(
         type(n) is int and 0 <= n < 2**63 for n in value
     ):

@@ -35,11 +35,7 @@ class Comparison:
 
 
 def compare(before: OpenTree, after: OpenTree) -> Comparison:
-    """Returns the differences between two checkpoints; reads what both have.
-
-    Raises:
-        StoreError: A leaf or an item cannot be read.
-    """
+    """Returns the differences between two checkpoints; reads what both have."""
     base, leaves = before.leaves, after.leaves
     keys = {**base, **leaves}
     found = {key: _difference(key, base.get(key), leaves.get(key)) for key in keys}

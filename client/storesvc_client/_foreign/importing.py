@@ -111,16 +111,7 @@ def _whole(source: ForeignStep) -> ForeignStep:
 def wanted_steps(
     url: str, found: Iterable[int], steps: Iterable[int] | None
 ) -> list[int]:
-    """Returns the steps to import, ascending.
-
-    Args:
-        url: URL of the location.
-        found: Its finished steps.
-        steps: Steps that the caller wants; None: all.
-
-    Raises:
-        NotFoundError: The location has no such finished step, or none at all.
-    """
+    """Returns the steps to import, ascending."""
     present = sorted(found)
     if not present:
         raise NotFoundError(

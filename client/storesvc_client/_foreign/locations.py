@@ -124,11 +124,7 @@ class Location(Protocol):
         """
 
     def below(self, folder: str) -> "Location":
-        """Returns the location of a folder in this one.
-
-        Raises:
-            DataLossError: It is a symbolic link that leads out of the location.
-        """
+        """Returns the location of a folder in this one."""
 
     def labels(self) -> Mapping[str, str]:
         """Returns labels of what is read there, such as the commit of a repository;
@@ -428,12 +424,7 @@ class RemoteLocation(Location):
 
     @classmethod
     def at(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Returns the location at a URL.
-
-        Raises:
-            InvalidRequestError: The URL or an option is invalid, or a package is
-                missing.
-        """
+        """Returns the location at a URL."""
         found = open_outside(url, options, noun="location")
         return cls(found.url, found.files, found.folder, found.storage)
 

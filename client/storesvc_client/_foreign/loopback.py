@@ -42,15 +42,7 @@ _ERROR: Final = re.compile(r"storesvc error ([0-9a-f]{32})-(\d+)")
 
 
 def kvstore(location: Location, folder: str = "") -> dict[str, Any]:
-    """Returns the spec of TensorStore's key-value store at a folder of a location.
-
-    Args:
-        location: The location; it is kept until the process ends.
-        folder: Path of the folder, as ``checked_path`` returns it; "": all of it.
-
-    Raises:
-        PreconditionError: The environment has a proxy for loopback.
-    """
+    """Returns the spec of TensorStore's key-value store at a folder of a location."""
     found = next((name for name in _PROXIES if os.environ.get(name)), None)
     if found is not None and not urllib.request.proxy_bypass(_HOST):
         exceptions = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"

@@ -324,9 +324,6 @@ def split_url(url: str) -> tuple[str, str]:
     ('orbax', '/ckpts/run')
     >>> split_url("orbax:gs://bucket/run")
     ('orbax', 'gs://bucket/run')
-
-    Raises:
-        InvalidRequestError: It names no known format, or no location.
     """
     kind, colon, place = url.partition(":")
     if place.startswith("///"):

@@ -126,11 +126,6 @@ def chunk_keys(
 
     >>> list(chunk_keys({"dimension_separator": "."}, (4, 4), ((0, 4), (2, 6))))
     ['0.0', '0.1']
-
-    Args:
-        metadata: Metadata of zarr 2 or 3, as TensorStore describes it.
-        chunk: Shape of a chunk.
-        region: The region.
     """
     encoding = metadata.get("chunk_key_encoding", {"name": "v2"})  # zarr 2 has none
     is_v2 = encoding["name"] == "v2"
@@ -414,12 +409,7 @@ class RawChunks:
         self._chunk_bytes = math.prod(form.chunk_shape) * itemsize
 
     def read(self, region: Region, into: NDArray[Any]) -> bool:
-        """Reads a region; returns False if a chunk of it is not stored as expected.
-
-        Raises:
-            DataLossError: A file has become shorter.
-            UnavailableError: The storage does not answer.
-        """
+        """Reads a region; returns False if a chunk of it is not stored as expected."""
         shape = self._form.chunk_shape
         keys = chunk_keys(self._metadata, shape, region)
         for key, (chunk, within) in zip(

@@ -249,14 +249,7 @@ class StepFiller:
     def __init__(
         self, step: ForeignStep, units: list[Unit], *, jobs: int, reading_bytes: int
     ) -> None:
-        """Creates the filler; nothing is read yet.
-
-        Args:
-            step: The step.
-            units: Units of all its chunks.
-            jobs: Maximum units in flight.
-            reading_bytes: Memory that reading may take, in addition to that of units.
-        """
+        """Creates the filler; nothing is read yet."""
         self._step = step
         self._units = units
         self._jobs = jobs

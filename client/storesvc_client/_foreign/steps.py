@@ -92,11 +92,7 @@ def url_parts(url: str) -> list[str]:
 
 
 def relative_path(path: object, *, what: str) -> str:
-    """Returns a path below a step that a file of the step names.
-
-    Raises:
-        DataLossError: It is no relative path, or leads out of the step.
-    """
+    """Returns a path below a step that a file of the step names."""
     parts = path.split("/") if isinstance(path, str) else [".."]
     if any(part in ("", ".", "..") or _UNSAFE.search(part) for part in parts):
         raise DataLossError(
@@ -107,11 +103,7 @@ def relative_path(path: object, *, what: str) -> str:
 
 
 def file_name(name: object, *, what: str) -> str:
-    """Returns the name of a file in a folder, which a file there names.
-
-    Raises:
-        DataLossError: It is a path, or no name of a file.
-    """
+    """Returns the name of a file in a folder, which a file there names."""
     found = relative_path(name, what=what)
     if "/" in found:
         raise DataLossError(
@@ -196,10 +188,6 @@ def named_steps(
         location: Where to search.
         is_finished: Returns whether a folder, of which the names are given, is a step.
         expected: What a location of the format holds, for the message.
-
-    Raises:
-        NotFoundError: There is no folder of a step, finished or not.
-        PreconditionError: Two folders are of one step.
     """
     names = location.names()
     if is_finished("", names):
@@ -225,11 +213,6 @@ def stated_steps(
 
     The name of at least one of the folders must be that of a step, else each is a
     checkpoint by itself, such as the best ones of several runs.
-
-    Raises:
-        DataLossError: A ``metadata.json`` is damaged.
-        NotFoundError: As for ``named_steps``.
-        PreconditionError: Two folders are of one step.
     """
     names = location.names()
     if is_finished("", names):
@@ -252,11 +235,7 @@ def names_text(names: Sequence[str]) -> str:
 
 
 def read_metadata(location: Location, folder: str) -> StepMetadata:
-    """Reads the ``metadata.json`` of a step.
-
-    Raises:
-        DataLossError: It is damaged.
-    """
+    """Reads the ``metadata.json`` of a step."""
     path = join(folder, METADATA)
     what = place(location, path)
     data = location.read(path, limit=MAX_METADATA_BYTES)
@@ -350,10 +329,6 @@ def stamp_folders(location: Location, folder: str, paths: Iterable[str]) -> byte
         folder: Folder of the step; the digest does not depend on its name.
         paths: Paths of the folders relative to that of the step, in an order that
             depends on the step alone; "": the folder of the step.
-
-    Raises:
-        PreconditionError: There are too many files.
-        UnavailableError: The storage does not answer.
     """
     digest = xxhash.xxh3_128()
     count = 0
@@ -421,9 +396,6 @@ def array_row(
 ) -> Row:
     """Returns the row of a device array, read in pieces of `chunk_shape`; without
     `path_kinds` all parts of its path are keys of mappings.
-
-    Raises:
-        PreconditionError: Its path is too long for a key, or is no Unicode.
     """
     try:
         key = join_key(parts)
@@ -461,11 +433,7 @@ def item_name(path: str) -> str:
 
 
 def item_row(item: str, value: Any, *, name: str) -> Row:
-    """Returns the row of an item that holds a document next to the arrays.
-
-    Raises:
-        DataLossError: An item cannot hold the value.
-    """
+    """Returns the row of an item that holds a document next to the arrays."""
     try:
         encoded = encode_item(value)
     except ValueError as e:
@@ -477,11 +445,7 @@ def item_row(item: str, value: Any, *, name: str) -> Row:
 
 
 def text_row(item: str, data: bytes, *, name: str) -> Row:
-    """Returns the row of an item that holds a text file next to the arrays.
-
-    Raises:
-        DataLossError: It is no UTF-8.
-    """
+    """Returns the row of an item that holds a text file next to the arrays."""
     try:
         return item_row(item, data.decode(), name=name)
     except UnicodeDecodeError as e:
@@ -493,9 +457,6 @@ def file_item_row(
 ) -> Row:
     """Returns the row of an item that has the bytes of a file, read on demand: the
     value of a process, or of all.
-
-    Raises:
-        NotFoundError: There is no such file.
     """
     size = location.size(path)
     name = f"{location.url}/{path}"
@@ -604,11 +565,7 @@ def _collision(rows: Sequence[Row]) -> str:
 
 
 def with_items_for_long_labels(step: ForeignStep) -> ForeignStep:
-    """Returns a step whose labels are short enough for a checkpoint.
-
-    Raises:
-        PreconditionError: No checkpoint can hold so many items.
-    """
+    """Returns a step whose labels are short enough for a checkpoint."""
     long = {
         label: text
         for label, text in step.labels.items()

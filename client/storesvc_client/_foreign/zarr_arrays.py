@@ -126,10 +126,6 @@ def check_stored(
     """Rejects stored values that are longer than their maximum; reads none of them.
 
     What is absent or cannot be read is left to the read.
-
-    Raises:
-        DataLossError: A value is longer.
-        PreconditionError: The storage serves no ranges.
     """
     beyond = slice(most, most + 1)
     # what was opened a moment ago need not be asked for its newest version
@@ -463,12 +459,7 @@ def ocdbt(base: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def list_keys(kvstore: Mapping[str, Any], *, what: str) -> list[str]:
-    """Returns all keys of a key-value store, such as an OCDBT database, sorted.
-
-    Raises:
-        DataLossError: It is damaged, or a key is no text.
-        UnavailableError: The storage does not answer.
-    """
+    """Returns all keys of a key-value store, such as an OCDBT database, sorted."""
     shared = context()
     import tensorstore as ts
 
@@ -537,11 +528,7 @@ def _is_checked(codecs: Sequence[Mapping[str, Any]]) -> bool:
 
 @lru_cache(maxsize=1)
 def context() -> "ts.Context":
-    """Returns the context of all arrays.
-
-    Raises:
-        InvalidRequestError: TensorStore is not installed.
-    """
+    """Returns the context of all arrays."""
     try:
         import tensorstore as ts
     except ImportError as e:
@@ -591,10 +578,6 @@ def database_base(location: Location, folder: str) -> dict[str, Any]:
     """Returns the spec of the folder of a database, ``Location.kvstore``, whose
     manifest and nodes can be read in bounded memory; what is absent is left to the
     read.
-
-    Raises:
-        DataLossError: One of them is too large, or damaged.
-        UnavailableError: The storage does not answer.
     """
     what, shared = join(location.url, folder), context()
     import tensorstore as ts
@@ -629,15 +612,7 @@ def database_base(location: Location, folder: str) -> dict[str, Any]:
 def open_arrays(
     location: Location, places: Iterable[ArrayPlace]
 ) -> Iterator[TensorStoreArray]:
-    """Yields the arrays of places, in order; their metadata is read, no elements.
-
-    Raises:
-        DataLossError: There is no such array, or its metadata is damaged.
-        InvalidRequestError: TensorStore is missing.
-        PreconditionError: A checkpoint cannot hold an array, or the storage denies
-            access.
-        UnavailableError: The storage does not answer.
-    """
+    """Yields the arrays of places, in order; their metadata is read, no elements."""
     shared = context()
     import tensorstore as ts
 
@@ -707,9 +682,6 @@ MAX_DEPTH: Final = 64
 def find_arrays(location: Location, folder: str) -> list[str]:
     """Returns the paths of all zarr arrays below a folder, relative to it; lists each
     folder above them once.
-
-    Raises:
-        PreconditionError: Folders are nested too deeply.
     """
     found: list[str] = []
     left: list[tuple[str, int]] = [("", 0)]
@@ -735,11 +707,6 @@ def open_folders(
 
     The writers store all chunks of an array, also of zeros too, so an absent one is
     damage; TensorStore would return zeros by itself.
-
-    Raises:
-        DataLossError: An array is missing or damaged.
-        PreconditionError: A checkpoint cannot hold it.
-        UnavailableError: The storage does not answer.
     """
     places = [
         ArrayPlace(

@@ -296,13 +296,7 @@ _BLOCK_GAP: Final = 1.5
 def sharding_grid(
     shape: Sequence[int], sharding: "SavedSharding | None", *, width: float = 480
 ) -> str:
-    """Returns the grid of the blocks of a leaf as SVG.
-
-    Args:
-        shape: Shape of the leaf.
-        sharding: Mesh and PartitionSpec; None if the leaf had none.
-        width: Width in pixels.
-    """
+    """Returns the grid of the blocks of a leaf as SVG."""
     if sharding is None:
         return note("saved without a mesh", width=width)
     device_count = math.prod(sharding.axis_sizes)
@@ -469,11 +463,6 @@ def layer_changes(
 ) -> list[LayerChange]:
     """Returns the layers with the most changed bytes in natural order, and the others
     as one.
-
-    Args:
-        leaves: Leaves of the later checkpoint.
-        changed: Shares of changed chunks by key.
-        most: Maximum number of layers.
     """
     by_key = {leaf.key: leaf for leaf in leaves}
     groups = defaultdict[str, list[LeafInfo]](list)
@@ -496,14 +485,7 @@ def layer_bars(
     most: int = MOST_GROUPS,
     width: float = 720,
 ) -> str:
-    """Returns the bars as SVG.
-
-    Args:
-        leaves: Leaves of the later checkpoint.
-        changed: Shares of changed chunks by key.
-        most: Maximum number of layers with a bar of their own.
-        width: Width in pixels.
-    """
+    """Returns the bars as SVG."""
     layers = layer_changes(leaves, changed, most=most)
     if not layers:
         return note("no leaves", width=width)

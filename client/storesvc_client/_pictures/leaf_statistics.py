@@ -197,11 +197,6 @@ def sampled_chunks(leaf: LeafInfo, chunk_bytes: int, budget_bytes: int) -> list[
     """Returns the numbers of the chunks that a budget allows to read: all, or some that
     are evenly distributed.
 
-    Args:
-        leaf: The leaf.
-        chunk_bytes: Bytes of a chunk.
-        budget_bytes: Maximum bytes to read.
-
     Raises:
         InvalidRequestError: The budget is less than a chunk.
     """
@@ -250,14 +245,7 @@ def draw_histogram(
     width: float = 480,
     height: float = 240,
 ) -> str:
-    """Returns a histogram as SVG.
-
-    Args:
-        histogram: Bins; None if no value is finite.
-        remark: Text below, about what was counted.
-        width: Width in pixels.
-        height: Height in pixels.
-    """
+    """Returns a histogram as SVG."""
     if histogram is None:
         return note("no finite values", width=width)
     bottom, right = height - _BOTTOM, width - _RIGHT
@@ -388,14 +376,7 @@ _SCALE_WIDTH: Final = 160.0
 def draw_heatmap(
     means: "Means | None", shape: Sequence[int], *, remark: str = "", width: float = 480
 ) -> str:
-    """Returns the heatmap of a leaf as SVG.
-
-    Args:
-        means: Rows of means; None for a leaf of rank 0 or 1.
-        shape: Shape of the leaf.
-        remark: Text below, about what was read.
-        width: Width in pixels.
-    """
+    """Returns the heatmap of a leaf as SVG."""
     known = [mean for row in means or () for mean in row if mean is not None]
     if means is None or not known:
         text = "a heatmap needs two dimensions" if means is None else "no finite values"

@@ -71,14 +71,7 @@ def element(
 
 
 def document(body: Iterable[str], *, label: str, width: float, height: float) -> str:
-    """Returns a picture.
-
-    Args:
-        body: Elements.
-        label: Text for people who do not see it.
-        width: Width in pixels; a page may scale the picture.
-        height: Height in pixels.
-    """
+    """Returns a picture."""
     return element(
         "svg",
         "".join(body),

@@ -103,13 +103,7 @@ _STEPS: Final = (
 def make_time_scale(
     times: list[float], start: float, end: float
 ) -> tuple[Scale, Ticks]:
-    """Returns the scale and the ticks of an axis of time.
-
-    Args:
-        times: Times in seconds since 1970, at least one.
-        start: Place of the earliest.
-        end: Place of the latest.
-    """
+    """Returns the scale and the ticks of an axis of time."""
     low, high = min(times), max(times)
     if low == high:  # one time: in the middle
         low, high = low - 60, high + 60
@@ -283,17 +277,7 @@ def timeline(
     axis: Axis = "step",
     width: float = 960,
 ) -> str:
-    """Returns a timeline as SVG.
-
-    Args:
-        checkpoints: The checkpoints of a run, also deleted ones, in any order.
-        tags: Tags of the run.
-        holds: Holds of the run.
-        damaged: Steps of damaged checkpoints.
-        metric: Name of the metric above the lanes; "" for none.
-        axis: "step", or "time" of the commits.
-        width: Width in pixels.
-    """
+    """Returns a timeline as SVG."""
     every = [*checkpoints]
     if not every:
         return note("no checkpoints", width=width)

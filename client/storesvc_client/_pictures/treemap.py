@@ -185,12 +185,7 @@ class Rectangle:
 
 
 def divide_rectangle(whole: Rectangle, sizes: Sequence[float]) -> list[Rectangle]:
-    """Returns a part of a rectangle for each size.
-
-    Args:
-        whole: The rectangle.
-        sizes: Sizes above 0, descending.
-    """
+    """Returns a part of a rectangle for each size."""
     if len(sizes) > 1 and sizes[0] == sizes[-1]:
         return _rows(whole, len(sizes))
     total = float(sum(sizes))
@@ -395,13 +390,7 @@ class _Part:
 
 
 def place_tiles(leaves: Iterable[LeafInfo], whole: Rectangle, *, most: int) -> Tiling:
-    """Returns the layout of a treemap.
-
-    Args:
-        leaves: Leaves with their sizes.
-        whole: Place of the treemap.
-        most: Maximum number of tiles and groups together.
-    """
+    """Returns the layout of a treemap."""
     every = [*leaves]
     seen = [(leaf.key.split("/"), leaf) for leaf in every if leaf.size_bytes]
     tiles, groups = list[Tile](), list[Group]()

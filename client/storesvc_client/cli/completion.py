@@ -352,14 +352,10 @@ class TypedLine:
 
 
 def parse_line(line: str, breaks: str) -> TypedLine:
-    """Returns the words of a line as bash sees them.
+    """Returns the words of a line as bash sees them; breaks: its ``COMP_WORDBREAKS``.
 
     >>> parse_line("storectl ls prod/llama-8b@la", "@:=").replaced_from
     14
-
-    Args:
-        line: The line up to the cursor.
-        breaks: Value of ``COMP_WORDBREAKS``.
     """
     words: list[str] = []
     text, quote, is_word, cut = "", "", False, 0

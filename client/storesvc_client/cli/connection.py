@@ -53,13 +53,11 @@ _STDERR: Final = 2
 
 @contextmanager
 def native_log_hidden(*, shown: bool) -> Generator[None]:
-    """Drops log lines that native libraries write inside the block; forwards the rest.
+    """Drops log lines that native libraries write inside the block; forwards the rest,
+    and all of them if they are to be shown.
 
     Output of Python to ``sys.stderr`` appears at once; other output to file descriptor
     2 that is not a log line appears at the end of the block.
-
-    Args:
-        shown: Whether to drop nothing, for ``--verbose``.
     """
     if shown or not _is_stderr(sys.stderr):
         yield
@@ -168,10 +166,6 @@ class Connection:
         """Returns the connection with the values of its context, if one applies.
 
         A context applies as a whole or not at all: its certificates are for its store.
-
-        Raises:
-            Refusal: The configuration is wrong, or has no such context.
-            UsageError: Both a store and a context are given.
         """
         from storesvc_client.cli.contexts import FILES, read_config
 
@@ -244,15 +238,6 @@ class Connection:
     ) -> "Readable":
         """Returns what a path leads into, to be used as a context manager: the store,
         or checkpoints of another project, for which no store is opened.
-
-        Args:
-            path: The path.
-            options: Options of checkpoints of another project.
-
-        Raises:
-            UsageError: An option does not go with the path.
-            Refusal: As for ``open``.
-            StoreError: As for ``open``.
         """
         if options is not None:
             options.check(path)
@@ -261,12 +246,7 @@ class Connection:
         return self.open()
 
     def login_options(self) -> "list[LoginOption]":
-        """Returns the issuers that a person can log in at; needs no identity.
-
-        Raises:
-            Refusal: The store is opened in this process.
-            StoreError: The store cannot be reached.
-        """
+        """Returns the issuers that a person can log in at; needs no identity."""
         from storesvc_client._rpc.tls import is_root
         from storesvc_proto.v1 import access_service_pb2 as api
         from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub

@@ -65,11 +65,7 @@ class Config:
     )
 
     def context(self, name: str) -> Context:
-        """Returns a context.
-
-        Raises:
-            Refusal: There is none of this name.
-        """
+        """Returns a context."""
         if name not in self.contexts:
             known = ", ".join(sorted(self.contexts)) or "none"
             raise Refusal(
@@ -80,25 +76,13 @@ class Config:
 
 
 def check_name(name: str) -> str:
-    """Returns the name of a context.
-
-    Raises:
-        InvalidNameError: It is not valid.
-    """
+    """Returns the name of a context."""
     check_id(name, "context")
     return name
 
 
 def parse_config(text: str, place: str) -> Config:
-    """Returns the configuration in a text.
-
-    Args:
-        text: TOML.
-        place: Path of its file, for messages.
-
-    Raises:
-        Refusal: It is no TOML, or has wrong keys or values; names the line.
-    """
+    """Returns the configuration in a text."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -224,11 +208,7 @@ VARIABLE = "STORESVC_CONFIG"
 
 
 def config_path() -> Path:
-    """Returns the path of the file.
-
-    Raises:
-        Refusal: There is no home directory to look in.
-    """
+    """Returns the path of the file."""
     if given := os.environ.get(VARIABLE):
         return Path(given)
     try:
@@ -241,11 +221,7 @@ def config_path() -> Path:
 
 
 def read_config() -> Config:
-    """Returns the configuration; without contexts if there is no file.
-
-    Raises:
-        Refusal: The file cannot be read, others may write it, or it is wrong.
-    """
+    """Returns the configuration; without contexts if there is no file."""
     path = config_path()
     try:
         with path.open("rb") as file:
@@ -267,11 +243,7 @@ def read_config() -> Config:
 
 
 def write_config(config: Config) -> None:
-    """Replaces the file as a whole; only its owner may read it.
-
-    Raises:
-        Refusal: It cannot be written.
-    """
+    """Replaces the file as a whole; only its owner may read it."""
     text = format_config(config)
     try:
         # a link to a file elsewhere stays one
@@ -281,12 +253,7 @@ def write_config(config: Config) -> None:
 
 
 def write_private_file(path: Path, text: str) -> None:
-    """Replaces a file as a whole; only its owner may read it.
-
-    Raises:
-        OSError: It cannot be written.
-        UnicodeEncodeError: The text is no Unicode.
-    """
+    """Replaces a file as a whole; only its owner may read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

@@ -118,11 +118,7 @@ def command_hint(name: str, commands: Iterable[str]) -> str:
 
 
 def check_namespace(client: "Client", namespace: str) -> None:
-    """Rejects a namespace that has no run; suggests one with a similar name.
-
-    Raises:
-        Refusal: It has none.
-    """
+    """Rejects a namespace that has no run; suggests one with a similar name."""
     if any(client.runs(namespace, on_damage=lambda _: None)):
         return
     # Damaged records are no reason for a message without a suggestion.

@@ -97,11 +97,7 @@ class Selection:
 
 
 def select_leaves(client: Readable, path: CheckpointPath | LeafPath) -> Selection:
-    """Returns the leaves that the path names; all of them without a glob.
-
-    Raises:
-        Refusal: The path has a glob, and no leaf matches it.
-    """
+    """Returns the leaves that the path names; all of them without a glob."""
     where = path.checkpoint if isinstance(path, LeafPath) else path
     checkpoint = _pin(client, where)
     opened = client.run(checkpoint.run).open(checkpoint.which)
@@ -116,11 +112,7 @@ def select_leaves(client: Readable, path: CheckpointPath | LeafPath) -> Selectio
 
 
 def select_leaf(client: Readable, path: LeafPath) -> Selection:
-    """Returns the one leaf with the key of the path.
-
-    Raises:
-        Refusal: There is no such leaf.
-    """
+    """Returns the one leaf with the key of the path."""
     checkpoint = _pin(client, path.checkpoint)
     opened = client.run(checkpoint.run).open(checkpoint.which)
     leaves = opened.leaves
@@ -235,14 +227,6 @@ def _computable(values: "Array") -> "Array":
 def echo_data(what: str, kind: str, data: bytes) -> None:
     """Writes a value to stdout, byte for byte. In a terminal a line feed is added, and
     control characters are escaped.
-
-    Args:
-        what: The value in messages.
-        kind: Kind of the value.
-        data: Its bytes.
-
-    Raises:
-        Refusal: It is bytes, for a terminal.
     """
     if not sys.stdout.isatty():
         click.echo(data, nl=False)
@@ -258,9 +242,6 @@ def echo_data(what: str, kind: str, data: bytes) -> None:
 def encode_leaf(leaf: "LeafInfo", array: "Array") -> bytes:
     """Returns the bytes that are written for an encoded leaf: the stored ones, but of a
     large integer its decimal digits.
-
-    Raises:
-        Refusal: The integer has more digits than Python converts.
     """
     data = array.tobytes()
     if leaf.kind != "integer":
@@ -302,11 +283,7 @@ def _refuse_system_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
-    """Yields a file that is renamed to ``path`` when the block succeeds.
-
-    Raises:
-        Refusal: The file exists and ``force`` is not given, or it cannot be written.
-    """
+    """Yields a file that is renamed to ``path`` when the block succeeds."""
     with _refuse_system_errors(path):
         if path.exists() and not (force and path.is_file()):
             hint = "; --force replaces it" if path.is_file() else " and is not a file"
@@ -465,11 +442,7 @@ _ONLY: Final = "leaf"
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yields a directory that is renamed to ``path`` when the block succeeds.
-
-    Raises:
-        Refusal: The path exists, or cannot be written.
-    """
+    """Yields a directory that is renamed to ``path`` when the block succeeds."""
     with _refuse_system_errors(path):
         if os.path.lexists(path):
             raise Refusal(f"{path} exists; expected the name of a new directory")
@@ -501,13 +474,7 @@ def file_names(leaves: "Sequence[LeafInfo]") -> dict[str, str]:
 
 
 def write_leaves(directory: Path, names: Mapping[str, str], arrays: Arrays) -> None:
-    """Writes the files of leaves as they arrive.
-
-    Args:
-        directory: Directory for them.
-        names: Names of the files by key.
-        arrays: The leaves and their arrays.
-    """
+    """Writes the files of leaves as they arrive."""
     for leaf, array in arrays:
         file = directory / names[leaf.key]
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -69,14 +69,6 @@ def log_in(
 ) -> Login:
     """Logs in, and returns once the person has confirmed it.
 
-    Args:
-        issuer: URL of the issuer.
-        client_id: OAuth client of storectl.
-        audience: Audience to request.
-        scopes: Scopes to request, besides ``openid``.
-        show: Called with the page and the code.
-        pause: Waits for some seconds.
-
     Raises:
         Refusal: The issuer does not answer or offers no such login, or the person
             declined or was too late.
@@ -119,11 +111,7 @@ def log_in(
 
 
 def renew_login(login: Login) -> Login:
-    """Returns a login with another token.
-
-    Raises:
-        Refusal: The issuer does not answer, or the login has ended.
-    """
+    """Returns a login with another token."""
     given = _post_form(
         _endpoint(_discover_issuer(login.issuer), "token_endpoint", login.issuer),
         {
@@ -238,11 +226,7 @@ def logins_path() -> Path:
 
 
 def stored_login(store: str) -> Login | None:
-    """Returns the login for a store; None if there is none.
-
-    Raises:
-        Refusal: The file cannot be read, others may read it, or it is wrong.
-    """
+    """Returns the login for a store; None if there is none."""
     found = _read().get(store)
     if found is None:
         return None
@@ -253,11 +237,7 @@ def stored_login(store: str) -> Login | None:
 
 
 def keep_login(store: str, login: Login | None) -> None:
-    """Keeps the login for a store; None forgets it.
-
-    Raises:
-        Refusal: The file cannot be read or written.
-    """
+    """Keeps the login for a store; None forgets it."""
     logins = {name: value for name, value in _read().items() if name != store}
     if login is not None:
         logins[store] = asdict(login)

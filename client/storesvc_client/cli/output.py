@@ -357,13 +357,7 @@ class _Part:
 def narrow_table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], *, room: int
 ) -> Narrowed:
-    """Returns a table that fits, or has a single column.
-
-    Args:
-        columns: The columns.
-        rows: The cells of each row.
-        room: Width of the terminal in characters.
-    """
+    """Returns a table that fits, or has a single column."""
     cells = tuple(zip(*rows, strict=True)) or ((),) * len(columns)
     every = [
         _Part(column=column, cells=tuple(each))
@@ -434,12 +428,6 @@ def show_transfers(
 
     A note on stderr names the run: a wrong name creates one, or mixes two; none does
     for ``into=None``, of many runs.
-
-    Returns:
-        The transfers.
-
-    Raises:
-        StoreError: A transfer failed; those before it are done and printed.
     """
     done: list[Transfer] = []
     note = _note(into) if into is not None else ""

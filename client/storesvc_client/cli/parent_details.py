@@ -318,13 +318,7 @@ class RunDetails:
 
 
 def print_run(run: "Run", *, as_json: bool) -> None:
-    """Prints the details of a run.
-
-    Raises:
-        NotFoundError: There is no such run.
-        DataLossError: The record of a checkpoint or a tag is damaged; the rest is
-            printed before.
-    """
+    """Prints the details of a run."""
     from storesvc_client import format_policy
 
     damaged: list[DataLossError] = []
@@ -363,11 +357,7 @@ def print_run(run: "Run", *, as_json: bool) -> None:
 
 
 def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
-    """Prints the details of a namespace.
-
-    Raises:
-        Refusal: It has no runs.
-    """
+    """Prints the details of a namespace."""
     from storesvc_client._documents import list_usages
 
     damaged: list[DataLossError] = []

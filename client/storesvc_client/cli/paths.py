@@ -132,11 +132,7 @@ def parse_foreign_path(text: str) -> "RunPath | CheckpointPath | LeafPath":
 
 
 def parse_path(text: str) -> StorePath:
-    """Returns the path that the text names.
-
-    Raises:
-        InvalidNameError: The text is not a valid path.
-    """
+    """Returns the path that the text names."""
     run, at, rest = text.partition("@")
     if not at:
         return _parse_run(text)
@@ -156,9 +152,6 @@ def parse_target(text: str) -> str:
 
     >>> parse_target("/ckpts"), parse_target("ckpt.example,other:7171")
     ('file:///ckpts', 'ckpt.example:7070,other:7171')
-
-    Raises:
-        InvalidNameError: The target is a memory store, or no store.
     """
     if is_foreign(text) and "/" in text:  # a host may have the name of a format
         raise InvalidNameError(
@@ -297,11 +290,7 @@ class QualifiedPath:
 
 
 def parse_qualified_path(text: str) -> QualifiedPath:
-    """Returns the place that a text names.
-
-    Raises:
-        InvalidNameError: The text does not have one of the forms.
-    """
+    """Returns the place that a text names."""
     try:
         return _parse_qualified_path(text)
     except InvalidNameError as e:  # a context may have the name of a format

@@ -281,12 +281,7 @@ LEAVES: Final = Schema(
 
 
 def find_schema(path: StorePath | None, *, deleted: bool) -> Schema:
-    """Returns the fields of the records at a path.
-
-    Args:
-        path: The path; None: all runs.
-        deleted: Whether they are the deleted checkpoints of a run.
-    """
+    """Returns the fields of the records at a path."""
     match path:
         case None | NamespacePath():
             return RUNS
@@ -387,9 +382,6 @@ def parse_size(text: str) -> int:
 
     >>> parse_size("1.5GiB"), parse_size("2MB"), parse_size("100")
     (1610612736, 2000000, 100)
-
-    Raises:
-        ValueError: It is no size.
     """
     found = _SIZE.fullmatch(text)
     if found is None or (found[3] and not found[2]):
@@ -551,27 +543,14 @@ class Order:
 
 
 def parse_condition(text: str, schema: Schema, *, now: datetime) -> Condition:
-    """Returns the condition of a text.
-
-    Args:
-        text: The text.
-        schema: Fields of the records.
-        now: Current time, for ages.
-
-    Raises:
-        QueryError: The text is no condition on these fields.
-    """
+    """Returns the condition of a text."""
     reader = _Reader(text, schema, now)
     matches = reader.read()
     return Condition(matches=matches, fields=frozenset(reader.fields))
 
 
 def parse_order(text: str, schema: Schema) -> Order:
-    """Returns the order of a text: a field, with "-" before it for the highest first.
-
-    Raises:
-        QueryError: The records have no such field.
-    """
+    """Returns the order of a text: a field; after "-" the highest is the first."""
     name = text.removeprefix("-").strip()
     field = schema.field(name) if name else None
     if field is None:
@@ -679,16 +658,7 @@ class RecordSelection:
     def __init__(
         self, schema: Schema, *, where: Sequence[str] = (), sort: str | None = None
     ) -> None:
-        """Parses the options.
-
-        Args:
-            schema: Fields of the records.
-            where: Conditions, of which a record must satisfy all.
-            sort: Order; None: that of the list.
-
-        Raises:
-            BadParameter: An option cannot be read.
-        """
+        """Parses the options."""
         from datetime import UTC, datetime
 
         now = datetime.now(UTC)

@@ -74,11 +74,7 @@ class Change:
 
 
 def parse_change(action: str, fields: Fields) -> Change:
-    """Returns the change that a form describes.
-
-    Raises:
-        InvalidRequestError: There is no such change, or a field is not valid.
-    """
+    """Returns the change that a form describes."""
     if action not in _CHANGES:
         raise InvalidRequestError(
             f"change: expected one of {', '.join(_CHANGES)}, got {action!r}; use a "
@@ -391,11 +387,7 @@ def show_change(visit: Visit) -> Page:
 
 
 def make_change(visit: Visit, fields: Mapping[str, str]) -> str:
-    """Makes the change, and returns the address of the page that shows it.
-
-    Raises:
-        StoreError: The store rejects the change.
-    """
+    """Makes the change, and returns the address of the page that shows it."""
     change = parse_change(visit.path["action"], fields)
     change.apply(visit.client.run(change.run))
     return change.address

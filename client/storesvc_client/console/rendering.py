@@ -301,10 +301,6 @@ def heatmap(values: LeafValues) -> Markup | None:
 def save_phases(writer: WriterReport, seconds: float) -> Markup | None:
     """Returns a bar for each phase of a process of a save, from its first start to its
     last end.
-
-    Args:
-        writer: The process.
-        seconds: Length of the axis, which the processes of a save share.
     """
     spans = writer.timeline
     if not spans:
@@ -414,15 +410,7 @@ class Renderer:
         now: datetime,
         address: str,
     ) -> str:
-        """Returns a page as HTML.
-
-        Args:
-            page: The page.
-            sections: The navigation.
-            token: Token that forms send, so that no other site can.
-            now: Time of the request, in UTC.
-            address: Path and query of the page.
-        """
+        """Returns a page as HTML."""
         frame: Mapping[str, Any] = {
             "page": page,
             "sections": sections,

@@ -54,11 +54,7 @@ def configuration(app: ASGIApp) -> uvicorn.Config:
 
 
 def bound_socket(port: int) -> socket.socket:
-    """Returns a socket on a port of this machine; 0 chooses a free one.
-
-    Raises:
-        OSError: The port is in use, or may not be used.
-    """
+    """Returns a socket on a port of this machine; 0 chooses a free one."""
     return socket.create_server((HOST, port))
 
 

@@ -74,11 +74,7 @@ class EventFeed:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits a moment for the first event: a namespace may have many runs.
-
-        Raises:
-            StoreError: The store rejects the watch.
-        """
+        """Waits a moment for the first event: a namespace may have many runs."""
         self._begun.wait(_FIRST_SECONDS)
         if self.problem is not None and not self.after(0):
             raise self.problem
@@ -162,11 +158,7 @@ def is_readable(leaf: LeafInfo) -> bool:
 
 
 def read_values(opened: OpenCheckpoint, leaf: LeafInfo) -> LeafValues:
-    """Reads a leaf, or a sample of a large one, and verifies what it reads.
-
-    Raises:
-        StoreError: As for ``OpenCheckpoint.read``.
-    """
+    """Reads a leaf, or a sample of a large one, and verifies what it reads."""
     from storesvc_client._pictures.leaf_statistics import leaf_statistics
 
     if leaf.size_bytes > READ_BYTES:
@@ -236,9 +228,6 @@ class Content:
     def values(self, leaf: LeafInfo) -> LeafValues:
         """Returns the values of a leaf; reads one leaf at a time, and keeps the last
         ones.
-
-        Raises:
-            StoreError: As for ``OpenCheckpoint.read``.
         """
         with self._lock:
             if leaf.key not in self._values:
@@ -274,9 +263,6 @@ class OpenedCheckpoints:
             which: Step, "latest" or tag.
             most: Leaves above which a tree is not read, unless it is kept; None reads
                 any.
-
-        Raises:
-            StoreError: As for ``Run.open``.
         """
         try:
             checkpoint = run.checkpoint(which)
@@ -314,21 +300,13 @@ class Visit:
 
     @property
     def run(self) -> Run:
-        """The run that the address names.
-
-        Raises:
-            InvalidRequestError: No run could have this name.
-        """
+        """The run that the address names."""
         run, _, _ = self.path["name"].partition("@")
         return self.client.run(f"{self.path['namespace']}/{run}")
 
     @property
     def which(self) -> Which:
-        """The step or the tag that the address names.
-
-        Raises:
-            InvalidRequestError: It is neither a step nor a tag.
-        """
+        """The step or the tag that the address names."""
         _, _, text = self.path["name"].partition("@")
         return parse_selector(text)
 
@@ -345,26 +323,13 @@ class Visit:
         return "whole" in self.query or "json" in self.query
 
     def number(self, name: str) -> int:
-        """Returns a number of the query, 0 if it is absent.
-
-        Raises:
-            InvalidRequestError: It is no number of at least 0.
-        """
+        """Returns a number of the query, 0 if it is absent."""
         text = self.query.get(name, "") or "0"
         return parse_number(name, text, remedy="correct the address")
 
 
 def parse_number(name: str, text: str, *, remedy: str) -> int:
-    """Returns a number that a browser has sent.
-
-    Args:
-        name: Name of its field.
-        text: The number as text.
-        remedy: What to do about another text.
-
-    Raises:
-        InvalidRequestError: It is no number of at least 0.
-    """
+    """Returns a number that a browser has sent."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise InvalidRequestError(
             f"{name}: expected a number of 0 or more, got {text!r}; {remedy}"
@@ -373,11 +338,7 @@ def parse_number(name: str, text: str, *, remedy: str) -> int:
 
 
 def parse_selector(text: str) -> Which:
-    """Returns a step, "latest" or a tag.
-
-    Raises:
-        InvalidRequestError: It is none of them.
-    """
+    """Returns a step, "latest" or a tag."""
     try:
         return parse_which(text)
     except InvalidNameError as e:
@@ -385,11 +346,7 @@ def parse_selector(text: str) -> Which:
 
 
 def checkpoint_path(text: str) -> tuple[str, Which]:
-    """Returns the run and the step or tag of ``namespace/run@step``.
-
-    Raises:
-        InvalidRequestError: It is no path of a checkpoint.
-    """
+    """Returns the run and the step or tag of ``namespace/run@step``."""
     run, at, which = text.strip().partition("@")
     if not at:
         raise InvalidRequestError(

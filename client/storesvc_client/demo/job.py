@@ -81,13 +81,8 @@ class History:
 def make_claims(
     reference: History, killed: History, moved: History, stayed: History
 ) -> list[Claim]:
-    """Returns the claims about the four runs.
-
-    Args:
-        reference: Never interrupted.
-        killed: On the same mesh, killed between two saves.
-        moved: Resumed from there on a mesh of another shape.
-        stayed: Resumed from there on the same mesh.
+    """Returns the claims about four runs: never interrupted; killed between two saves;
+    resumed from there on a mesh of another shape, and on the same one.
     """
     return [
         _learns(reference),

@@ -177,11 +177,7 @@ class Server(_Process):
         super().__init__("The store server", command, directory / "server.log", {})
 
     def address(self) -> str:
-        """Returns HOST:PORT, once the server serves there.
-
-        Raises:
-            DemoError: It ended, or took longer than 30 s.
-        """
+        """Returns HOST:PORT, once the server serves there."""
         deadline = time.monotonic() + _READY_SECONDS
         while time.monotonic() < deadline:
             if self._ready.exists() and (text := self._ready.read_text()).endswith(
@@ -219,9 +215,6 @@ class Trainer(_Process):
     def exit_code(self) -> int:
         """Returns the exit code of a process whose events have ended; negative for a
         signal.
-
-        Raises:
-            DemoError: It still runs after 20 s.
         """
         try:
             return self._process.wait(_STOP_SECONDS)
@@ -229,21 +222,13 @@ class Trainer(_Process):
             raise self.failure(f"did not end in {_STOP_SECONDS:.0f} s") from e
 
     def check(self) -> None:
-        """Waits for the end of a process whose events have ended.
-
-        Raises:
-            DemoError: It failed.
-        """
+        """Waits for the end of a process whose events have ended."""
         if (code := self.exit_code()) != 0:
             raise self.failure(f"ended with exit code {code}")
 
 
 def storectl(*arguments: str, width: int) -> subprocess.CompletedProcess[str]:
-    """Returns the output and the exit code of ``storectl`` with these arguments.
-
-    Raises:
-        DemoError: It took longer than 30 s.
-    """
+    """Returns the output and the exit code of ``storectl`` with these arguments."""
     try:
         return subprocess.run(
             [sys.executable, "-m", "storesvc_client.cli", *arguments],
@@ -270,10 +255,6 @@ def is_kill_point(events: Sequence[Event], *, checkpoint: int) -> bool:
     """Returns whether a job is at its kill point.
 
     The kill point is two steps after an acknowledged save, with no save begun since.
-
-    Args:
-        events: The events of the job so far.
-        checkpoint: The step of the save, or of an earlier one.
     """
     since = [
         at for at, event in enumerate(reversed(events)) if not isinstance(event, Step)
@@ -288,10 +269,6 @@ def stop_at_kill_point(events: Iterable[Event], *, checkpoint: int) -> Iterator[
     """Yields the events of a job, and stops it at its kill point.
 
     The job waits there until its parent process ends.
-
-    Args:
-        events: The events of the job; the iterator does its work.
-        checkpoint: See ``is_kill_point``.
     """
     parent, seen = os.getppid(), list[Event]()
     for event in events:

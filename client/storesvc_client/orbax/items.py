@@ -57,12 +57,7 @@ _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 
 
 def pack_files(place: str, folder: Path) -> bytes:
-    """Returns the files below a folder as an archive.
-
-    Raises:
-        InvalidRequestError: There is something other than files, too many of them, or
-            too many bytes.
-    """
+    """Returns the files below a folder as an archive."""
     paths = sorted(path for path in folder.rglob("*") if not path.is_dir())
     if len(paths) > MAX_FILES:
         raise InvalidRequestError(
@@ -90,12 +85,7 @@ def pack_files(place: str, folder: Path) -> bytes:
 
 
 def read_files(place: str, archives: Sequence[bytes]) -> dict[str, bytes]:
-    """Returns the contents of the files in archives, by name.
-
-    Raises:
-        DataLossError: One is no archive of ``pack_files``.
-        MismatchError: Two processes saved different files of one name.
-    """
+    """Returns the contents of the files in archives, by name."""
     files: dict[str, bytes] = {}
     for data in archives:
         try:
@@ -208,11 +198,7 @@ class StepRecord:
 
     @classmethod
     def parse(cls, place: str, value: Any) -> "StepRecord":
-        """Returns the record of a value of JSON.
-
-        Raises:
-            DataLossError: It is no record; names the place.
-        """
+        """Returns the record of a value of JSON."""
         try:
             if value["version"] != _VERSION:
                 raise ValueError(f"its version is {value['version']!r}")
@@ -238,9 +224,6 @@ def plan_parts(
         kinds: Kind of each item, by name.
         default: Name of an item whose tree is stored at the root ...
         is_default: ... if it is the only one.
-
-    Raises:
-        InvalidRequestError: A name is empty.
     """
     parts: dict[str, Part] = {}
     for name, kind in kinds.items():
@@ -362,11 +345,7 @@ def step_contents(
 
 
 def read_record(opened: "OpenCheckpoint") -> StepRecord:
-    """Returns the record of a step; that of a plain checkpoint if it has none.
-
-    Raises:
-        DataLossError: It is damaged.
-    """
+    """Returns the record of a step; that of a plain checkpoint if it has none."""
     if RECORD not in opened.items:
         return StepRecord(parts={DEFAULT_ITEM: Part(kind="tree", place="")})
     return StepRecord.parse(opened.name, opened.items[RECORD])
@@ -390,9 +369,6 @@ def restore_files(
 
     The files of all processes that saved some are in it, as they were in one directory
     when they were saved.
-
-    Raises:
-        DataLossError: The stored files are damaged.
     """
     place = f"{opened.name} item {name!r}"
     files = read_files(place, opened.items.per_process(part.place))

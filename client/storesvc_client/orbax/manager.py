@@ -83,11 +83,7 @@ _TREES_OF_SAVES: Final = (ocp.args.StandardSave, ocp.args.PyTreeSave)
 def find_content(
     place: str, args: Any, handler: Any, ignored: IgnoredOptions
 ) -> Content:
-    """Returns the content that an argument of a save describes.
-
-    Raises:
-        InvalidRequestError: The argument has no equal; says what to use.
-    """
+    """Returns the content that an argument of a save describes."""
     match args:
         case _ if type(args) in _TREES_OF_SAVES:
             check_handler(place, args, handler)
@@ -254,9 +250,6 @@ def items_arguments(
         keywords: Keywords of its argument, or of their arguments by name; None: none.
         handlers: Handlers of the manager, by item.
         for_restore: Whether it is the argument of a restore.
-
-    Raises:
-        InvalidRequestError: An item has no handler; says what to use.
     """
     is_default = not handlers or DEFAULT_ITEM in handlers
     by_name = _by_name(items, is_default=is_default)

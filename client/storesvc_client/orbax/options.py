@@ -70,13 +70,7 @@ class IgnoredOptions:
         self._known: set[tuple[str, str]] = set()
 
     def log(self, names: Iterable[str], *, of: str, why: str) -> None:
-        """Logs the names that were not logged before.
-
-        Args:
-            names: The options.
-            of: What they belong to.
-            why: Why they have no effect.
-        """
+        """Logs the names that were not logged before."""
         new = [name for name in names if (of, name) not in self._known]
         self._known.update((of, name) for name in new)
         if new:
@@ -87,11 +81,7 @@ class IgnoredOptions:
 
 
 def handler_options(place: str, handler: Any) -> list[str]:
-    """Returns the options of a handler that is never called; [] if it is called.
-
-    Raises:
-        InvalidRequestError: It reads or writes other types of leaves than Orbax does.
-    """
+    """Returns the options of a handler that is never called; [] if it is called."""
     if type(handler) not in _PLAIN:
         return []
     options = inspect.signature(type(handler)).parameters
@@ -118,9 +108,6 @@ def handler_options(place: str, handler: Any) -> list[str]:
 def check_handler(place: str, args: Any, handler: Any) -> None:
     """Rejects a handler of the caller for an argument that a store keeps itself, and
     one of Orbax for the argument of another, as Orbax does.
-
-    Raises:
-        InvalidRequestError: The handler does not belong to the argument.
     """
     if handler is None or (args is None and type(handler) in _PLAIN):
         return
@@ -136,11 +123,7 @@ def check_handler(place: str, args: Any, handler: Any) -> None:
 
 
 def save_options(place: str, args: Any) -> list[str]:
-    """Returns the options of ``StandardSave`` or ``PyTreeSave`` without an effect.
-
-    Raises:
-        InvalidRequestError: An option cannot be followed; names it.
-    """
+    """Returns the options of ``StandardSave`` or ``PyTreeSave`` without an effect."""
     names = [name for name in _set_fields(args) if name not in _ARGUMENTS]
     for given in jax.tree.leaves(args.save_args):
         if not isinstance(given, ocp.SaveArgs):
@@ -222,11 +205,7 @@ _REFUSED_SAVE_OPTIONS: Final = {
 
 
 def needless_options(options: Any) -> list[str]:
-    """Returns a line for each option that was set and has no effect.
-
-    Raises:
-        InvalidRequestError: An option that was set cannot be followed; names it.
-    """
+    """Returns a line for each option that was set and has no effect."""
     check_processes("options: multiprocessing_options", options.multiprocessing_options)
     lines = []
     for name in _set_fields(options):
@@ -335,9 +314,6 @@ def context_settings(given: Any, ignored: IgnoredOptions) -> ContextSettings:
     Args:
         given: Orbax's ``Context``; None: its defaults.
         ignored: Logs options without an effect.
-
-    Raises:
-        InvalidRequestError: An option cannot be followed; names it.
     """
     from orbax.checkpoint.experimental.v1 import Context
 
@@ -408,11 +384,7 @@ _ADVICE: Final = "set a policy of the run with run.retention.set, or use LatestN
 
 
 def options_retention(options: Any) -> RetentionPolicy | None:
-    """Returns the retention policy of ``CheckpointManagerOptions``; None keeps all.
-
-    Raises:
-        InvalidRequestError: An option has no equal, or two exclude each other.
-    """
+    """Returns the retention policy of ``CheckpointManagerOptions``; None keeps all."""
     if options.preservation_policy is not None:
         for name in ("max_to_keep", "keep_period", "keep_time_interval"):
             if getattr(options, name):
@@ -440,14 +412,7 @@ def options_retention(options: Any) -> RetentionPolicy | None:
 
 
 def policy_retention(policy: Any) -> RetentionPolicy | None:
-    """Returns the retention policy of one of Orbax's preservation policies.
-
-    Returns:
-        The policy; None if all checkpoints stay.
-
-    Raises:
-        InvalidRequestError: There is no equal policy; names it.
-    """
+    """Returns the retention policy of a policy of Orbax; None keeps all."""
     match policy:
         case managers.AnyPreservationPolicy(policies=members):
             found = [policy_retention(member) for member in members]
@@ -494,9 +459,6 @@ def metric_name(place: str, function: Callable[[Any], Any]) -> str:
 
     >>> metric_name("best_fn", lambda metrics: metrics["loss"])
     'loss'
-
-    Raises:
-        InvalidRequestError: It returns another value than one metric.
     """
     probe = _Probe()
     try:

@@ -74,11 +74,7 @@ def timestamps(found: "Checkpoint") -> dict[str, int]:
 
 
 def rank_numbers(place: str, metrics: Any, best: str | None) -> dict[str, float]:
-    """Returns the metrics that retention policies can rank by: the numbers at the top.
-
-    Raises:
-        InvalidRequestError: The metric of ``best_fn`` is missing, or no number.
-    """
+    """Returns the metrics that retention policies can rank by: numbers at the top."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -108,11 +104,7 @@ def root_metadata(run: Run) -> Any:
 
 
 def set_root_metadata(run: Run, metadata: Any) -> None:
-    """Keeps the metadata of a run, unless it has some; as in Orbax the first stays.
-
-    Raises:
-        InvalidRequestError: It is no JSON, or too large for a label.
-    """
+    """Keeps the metadata of a run, unless it has some; as in Orbax the first stays."""
     try:
         text = json.dumps(dict(metadata), sort_keys=True)
     except (TypeError, ValueError) as e:
@@ -139,10 +131,6 @@ def open_run(
         place: A run, or the target of a store.
         run: Name of the run, if ``place`` is a target without one.
         logger: Receives the statistics of each save and restore; None: none does.
-
-    Raises:
-        InvalidRequestError: There is no name of a run, or two, or a logger for a run.
-        StoreError: The store cannot be reached.
     """
     if isinstance(place, Run):
         if run is not None:
@@ -169,9 +157,6 @@ def split_target(place: str, run: str | None) -> tuple[str, str]:
 
     >>> split_target("file:///ckpts#prod/llama-8b/checkpoints/", None)
     ('file:///ckpts', 'prod/llama-8b.checkpoints')
-
-    Raises:
-        InvalidRequestError: There is no name, or two.
     """
     place = re.sub(r"\Afile:/(?!/)", "file:///", place)  # pathlib removes slashes
     place = re.sub(r"\A(gs|s3|memory):/(?!/)", r"\1://", place)
@@ -262,11 +247,6 @@ class StepSequence:
     ) -> Self:
         """Opens a run as ``open_run`` does, and returns its steps; `metadata` of the
         run is kept unless it has some. The constructor takes `options`.
-
-        Raises:
-            InvalidRequestError: There is no name of a run, or two.
-            PreconditionError: The run has another retention policy.
-            StoreError: The store cannot be reached.
         """
         found, close = open_run(place, run, logger)
         try:
@@ -357,11 +337,7 @@ class StepSequence:
         return bool(self._save_policy.should_save(now, before, context=context))
 
     def check_free(self, step: int) -> None:
-        """Rejects a step that was saved or deleted.
-
-        Raises:
-            StepExistsError: It was.
-        """
+        """Rejects a step that was saved or deleted."""
         if step in self.steps():
             raise StepExistsError(
                 f"save of {self.run.name}@{step}: expected a new step, got one that is "

@@ -137,11 +137,6 @@ def leaf_target(saved: LeafInfo, target: Any) -> LeafTarget:
         saved: The leaf in the checkpoint.
         target: An array, a ``ShapeDtypeStruct``, a number, a type, ``NumpyShapeDtype``,
             or one of Orbax's ``RestoreArgs``, which may leave all but the type open.
-
-    Raises:
-        MismatchError: No sharding was given, and the saved one does not fit the
-            devices.
-        InvalidRequestError: An argument of Orbax has no equal.
     """
     if isinstance(target, type):
         target = RestoreArgs(restore_type=target)
@@ -340,12 +335,6 @@ def restore_tree(
             say how they are restored.
         partial: Whether the checkpoint may have leaves that the target lacks, and the
             target some that the checkpoint lacks, which are returned unchanged.
-
-    Raises:
-        TreeMismatchError: One of them has leaves that the other lacks; names them.
-        MismatchError: Leaves have other shapes or types; lists each.
-        InvalidRequestError: ``restore_args`` lacks a leaf.
-        StoreError: As for ``OpenCheckpoint.restore``.
     """
     select = [_below(place)] if place else None
     if target is None:

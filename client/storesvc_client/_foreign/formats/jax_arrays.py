@@ -71,11 +71,7 @@ class Node:
 
 
 def parse_nodes(data: bytes, *, what: str) -> Iterator[Node]:
-    """Yields the leaves in jax's order, and the containers between them.
-
-    Raises:
-        DataLossError: It is damaged.
-    """
+    """Yields the leaves in jax's order, and the containers between them."""
     tables = _Tables(data)
     seen: set[int] = set()
     try:

@@ -69,11 +69,6 @@ class TreeMetadata:
 def parse_tree(place: str, value: Any, *, prefix: tuple[str, ...]) -> TreeMetadata:
     """Returns the metadata of a tree.
 
-    Args:
-        place: Name of the file in messages.
-        value: Its JSON value.
-        prefix: Parts before the keys of all entries.
-
     Raises:
         DataLossError: The value is not that of such a file.
         PreconditionError: Two entries have one name, so that only one of their arrays
@@ -120,9 +115,6 @@ def parse_tree(place: str, value: Any, *, prefix: tuple[str, ...]) -> TreeMetada
 def parse_key_impls(place: str, value: Any) -> dict[str, str]:
     """Returns the PRNG implementation of each typed key that a file of
     ``array_metadatas`` lists, by name of its array.
-
-    Raises:
-        DataLossError: The value is not that of such a file.
     """
     found: dict[str, str] = {}
     try:
@@ -137,11 +129,7 @@ def parse_key_impls(place: str, value: Any) -> dict[str, str]:
 
 
 def parse_shardings(place: str, value: Any) -> dict[str, SavedSharding]:
-    """Returns the named shardings of arrays, by name of the array.
-
-    Raises:
-        DataLossError: The value is not that of such a file.
-    """
+    """Returns the named shardings of arrays, by name of the array."""
     found: dict[str, SavedSharding] = {}
     parsed: dict[str, SavedSharding | None] = {}  # many arrays share a sharding
     for encoded, text in as_object(value, what=place).items():

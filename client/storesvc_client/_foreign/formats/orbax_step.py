@@ -87,11 +87,7 @@ _PROCESS: Final = re.compile(r"process_(0|[1-9]\d{0,5})-of-([1-9]\d{0,5})\.json"
 
 
 def files_below(location: Location, folder: str) -> list[str]:
-    """Returns the paths of all files below a folder, relative to it.
-
-    Raises:
-        PreconditionError: There are too many.
-    """
+    """Returns the paths of all files below a folder, relative to it."""
     found: list[str] = []
     left = [""]
     while left:
@@ -126,9 +122,6 @@ def as_metrics(value: Any) -> Mapping[str, float] | None:
 def item_rows(location: Location, folder: str, item: str) -> Iterator[tuple[str, Row]]:
     """Yields the rows of an item that is no tree, each with the path that its name is
     for.
-
-    Raises:
-        PreconditionError: It has too many files, or the states of some processes only.
     """
     files = files_below(location, folder)
     if files in JSON_FILES:
@@ -216,9 +209,6 @@ def is_checkpoint(location: Location, folder: str, names: Iterable[str]) -> bool
 def check_is_step(location: Location, folder: str) -> None:
     """Rejects a folder that holds checkpoints, such as ``run_1/`` with the steps of
     another manager.
-
-    Raises:
-        PreconditionError: It holds checkpoints.
     """
     names = location.names(folder)
     if not MARKS.isdisjoint(names):
@@ -602,11 +592,7 @@ class OrbaxRoot(ForeignRoot):
         self.url = f"orbax:{location.url}"
 
     def check(self) -> None:
-        """Rejects a location without any step, finished or not.
-
-        Raises:
-            NotFoundError: There is none.
-        """
+        """Rejects a location without any step, finished or not."""
         names = self._location.names()
         if not any(_parse_step(name) is not None for name in names):
             self._folders(names)

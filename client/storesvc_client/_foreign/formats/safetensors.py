@@ -66,9 +66,6 @@ _CACHED: Final = "models--"
 def find_file(names: Sequence[str], *, what: str) -> str | None:
     """Returns the index or the file that is the checkpoint of a folder; None if there
     is none, as in a folder whose index is not written yet.
-
-    Raises:
-        PreconditionError: Several files match.
     """
     for suffix in (INDEX_SUFFIX, SUFFIX):
         found = [
@@ -89,12 +86,7 @@ def find_file(names: Sequence[str], *, what: str) -> str | None:
 
 
 def parse_index(data: bytes, *, names: Sequence[str], what: str) -> dict[str, set[str]]:
-    """Returns the names of the tensors in each file.
-
-    Raises:
-        DataLossError: It is damaged, names a file of another folder, or a file is
-            missing.
-    """
+    """Returns the names of the tensors in each file."""
     weight_map = parse_object(data, what=what).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataLossError(f"{what}: expected the file of each tensor in weight_map")
@@ -168,11 +160,7 @@ class Header:
 
 
 def header_bytes(length: bytes, *, size: int, what: str) -> int:
-    """Returns the bytes of a header.
-
-    Raises:
-        DataLossError: The header would be larger than the format, or the file, allows.
-    """
+    """Returns the bytes of a header."""
     count = int.from_bytes(length, "little")
     most = min(MAX_HEADER_BYTES, size - LENGTH_BYTES)
     if not 2 <= count <= most:
@@ -184,13 +172,7 @@ def header_bytes(length: bytes, *, size: int, what: str) -> int:
 
 
 def parse_header(header: bytes, *, size: int, what: str) -> Header:
-    """Returns the contents of a header.
-
-    Raises:
-        DataLossError: It breaks a rule of the format, or the file is shorter or longer
-            than its tensors.
-        PreconditionError: It has a dtype that is not known.
-    """
+    """Returns the contents of a header."""
     if not header.startswith(b"{"):
         raise DataLossError(f"{what}: expected a header that begins with '{{'")
     fields = parse_object(header, what=what)
@@ -341,13 +323,7 @@ class PackedArray(ForeignArray):
 def read_step(
     location: Location, folder: str, step: int, *, file: str, keep_names: bool
 ) -> ForeignStep:
-    """Reads what describes a checkpoint in a folder; takes what ``tensor_rows`` does.
-
-    Raises:
-        DataLossError: A file is damaged or missing.
-        NotFoundError: There is no checkpoint.
-        PreconditionError: A checkpoint cannot hold the tensors.
-    """
+    """Reads what describes a checkpoint in a folder, as ``tensor_rows`` takes it."""
     digest = xxhash.xxh3_128(b"keep_names" if keep_names else b"")  # other keys
     rows, unread = tensor_rows(
         location, folder, digest, file=file, keep_names=keep_names
@@ -395,11 +371,6 @@ def tensor_rows(
         digest: Receives what describes the tensors.
         file: Name of the file, or "" to find it.
         keep_names: As for ``open_root``.
-
-    Raises:
-        DataLossError: A file is damaged or missing.
-        NotFoundError: There are no tensors.
-        PreconditionError: A checkpoint cannot hold them.
     """
     files = list(_files(location, folder, file, digest))
     rows = [

@@ -49,17 +49,7 @@ def change_each(
     *,
     as_json: bool,
 ) -> None:
-    """Changes checkpoints, one after another, and prints each result.
-
-    Args:
-        connection: Connection to the store.
-        paths: Checkpoints by step.
-        change: Function that changes one checkpoint.
-        as_json: Whether to print one JSON document, at the end.
-
-    Raises:
-        StoreError: A change was rejected; the others are done.
-    """
+    """Changes checkpoints, one after another, and prints each result."""
     from storesvc_client import StoreError, UnavailableError
 
     documents: list[object] = []

@@ -287,11 +287,7 @@ def _absence(
     source: Readable,
     path: StorePath | None,
 ) -> str:
-    """Returns the note of an empty list.
-
-    Raises:
-        Refusal: There is no such namespace.
-    """
+    """Returns the note of an empty list."""
     if isinstance(path, NamespacePath) and not isinstance(source, ForeignStore):
         check_namespace(source, path.namespace)
     return selection.absence() if selection else f"no {plural(view.listing.table.noun)}"

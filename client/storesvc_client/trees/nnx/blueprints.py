@@ -78,10 +78,6 @@ def cast_floating(tree: Any, dtype: Any, place: str = "cast=") -> Any:
         tree: The tree.
         dtype: The dtype, or its name.
         place: The argument, for messages.
-
-    Raises:
-        InvalidRequestError: ``dtype`` is not a floating-point dtype of the format, or
-            jax would narrow it on a device.
     """
     name = str(checked_cast(place, dtype))
     to = DTYPES[name]
@@ -118,12 +114,7 @@ def _sharding(leaf: Any) -> Sharding | None:
 
 
 def required_shardings(tree: Any) -> dict[str, Sharding]:
-    """Returns the shardings of a tree that must contain some.
-
-    Raises:
-        InvalidRequestError: It contains none, or leaves that cannot have one, such as a
-            ``PartitionSpec``, which does not name devices.
-    """
+    """Returns the shardings of a tree that must contain some."""
     leaves, _ = named_leaves(tree)
     problems = [
         f"leaf {leaf.key!r}: expected a Sharding, or an array that has one, "
@@ -212,10 +203,6 @@ def reshard(tree: Any, shardings: Mapping[str, Sharding]) -> Any:
     """Returns the tree with its leaves moved to the given shardings.
 
     Also works inside ``jax.jit``, where it constrains shardings instead of moving.
-
-    Raises:
-        MismatchError: A sharding is for a leaf that the tree lacks, or does not fit its
-            leaf.
     """
     leaves, treedef = named_leaves(tree)
     unknown = sorted(shardings.keys() - {leaf.key for leaf in leaves})
@@ -271,11 +258,7 @@ def _move(leaf: Any, sharding: Sharding) -> Any:
 
 
 def check_tx(tx: Any) -> None:
-    """Rejects anything that is not an optimizer.
-
-    Raises:
-        InvalidRequestError: It has no ``init`` or no ``update``.
-    """
+    """Rejects anything that is not an optimizer."""
     if not callable(getattr(tx, "init", None)) or not hasattr(tx, "update"):
         advice = "; call it: optax.adam(1e-3)" if callable(tx) else ""
         raise InvalidRequestError(
@@ -286,11 +269,7 @@ def check_tx(tx: Any) -> None:
 def abstract_opt_state(
     tx: optax.GradientTransformation, graphstate: GraphState
 ) -> optax.OptState:
-    """Returns the initial state of an optimizer, with abstract arrays.
-
-    Raises:
-        InvalidRequestError: ``tx`` is not an optimizer.
-    """
+    """Returns the initial state of an optimizer, with abstract arrays."""
     check_tx(tx)
     return jax.eval_shape(tx.init, graphstate)
 
@@ -311,10 +290,6 @@ def init_opt_state(
         rules: Partition rules for the leaves. None: the placement that ``tx.init``
             gives them; moments then have their parameter's sharding.
         indivisible: As for ``Run.restore``.
-
-    Raises:
-        InvalidRequestError: ``tx`` is not an optimizer.
-        MismatchError: The rules do not fit a leaf.
     """
     if mesh is None or rules is None:
         check_tx(tx)
@@ -402,11 +377,6 @@ def draw_blueprint(
         recipe: Recipe of the checkpoint, if it has one.
         mesh: The mesh to set in the config, if the config accepts one.
         dtype: The ``param_dtype`` for a class with a config; None: the saved one.
-
-    Raises:
-        InvalidRequestError: ``model`` has another type, is a class that needs a config
-            that the recipe lacks, or a factory that needs concrete values.
-        MismatchError: A class rejects the saved config.
     """
     make: Callable[[], Any] | None = None
     if isinstance(model, type):
@@ -528,15 +498,7 @@ def join_parts(leaves: Iterable[tuple[VariablePath, Any]]) -> dict[str, GraphSta
 def stored_blueprint(
     graphdef: "nnx.GraphDef[Any]", leaves: Mapping[str, LeafInfo]
 ) -> Blueprint:
-    """Returns the blueprint of a stored structure with a checkpoint's leaves.
-
-    Args:
-        graphdef: The structure.
-        leaves: The leaves by key; leaves outside the two parts are ignored.
-
-    Raises:
-        MismatchError: The leaves do not match the structure.
-    """
+    """Returns the blueprint of a stored structure with a checkpoint's leaves."""
     paths = graph_paths(graphdef)
     # the rest of the path of each leaf, its path kinds, its value
     below: dict[GraphPath, list[tuple[tuple[PathPart, ...], str, Any]]]

@@ -112,15 +112,7 @@ def merge_by_path(graphdef: "nnx.GraphDef[M]", *graphs: Mapping[Any, Any]) -> M:
 
 @collector_paused()
 def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> M:
-    """Returns the module of a structure with Variables as the structure describes them.
-
-    Args:
-        graphdef: The structure.
-        values: Value of the Variable or array at each path.
-
-    Raises:
-        ValueError: The values do not have the paths of the structure.
-    """
+    """Returns the module of a structure; its Variables are as that describes them."""
     order, paths = _leaf_paths(Identity(graphdef))
     if values.keys() != paths:
         got = frozenset(values)
@@ -162,9 +154,6 @@ def with_values(graph: Mapping[Any, Any], values: Mapping[Any, Any]) -> GraphSta
         graph: A State or dict of Variables.
         values: A State or dict of Variables or arrays with the same paths; dtypes may
             differ.
-
-    Raises:
-        ValueError: A Variable has another type or shape.
     """
     own, given = graph_leaves(graph), graph_leaves(values)
     problems, alike = [], {}
@@ -313,9 +302,6 @@ def split_module(model: "HasGraph | nnx.Pytree | dict[str, Any] | list[Any]") ->
     split by ``nnx.Param``. The parts share the module's Variables: a call that advances
     a count, or an update of a part, changes both. A module that defines its own parts
     must use ``nnx.split``; this function would call them recursively.
-
-    Raises:
-        TypeError: It is not a module and has no such parts.
     """
     if _has_parts(model):
         return model.graphdef, model.graphstate, model.graphother
@@ -367,12 +353,7 @@ def _without_caches(key: Identity) -> tuple["nnx.GraphDef[Any]", frozenset[Graph
 
 
 def added_fields(state: Any, *, static: bool = False) -> list[str]:
-    """Returns the names of the fields that the class of a state adds.
-
-    Args:
-        state: A state, or its class.
-        static: Return the fields without leaves instead.
-    """
+    """Returns the names of the fields that the class of a state adds."""
     found = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
     return [
         field.name
@@ -422,9 +403,6 @@ def partition_rules_of(model: Any) -> Rules | None:
 
     These are the rules by which EasyDeL would shard the model. Other models provide
     rules by a ``config.get_partition_rules()``.
-
-    Raises:
-        TypeError: The provided rules have a wrong type.
     """
     # The config's public method returns None for modules that provide their own specs,
     # and its patterns end before the "/value" of a Variable. This method is in

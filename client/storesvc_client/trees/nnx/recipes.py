@@ -148,15 +148,7 @@ class Recipe:
         opt_state: Any = None,
         added: Mapping[str, Any] = MappingProxyType({}),
     ) -> "Recipe":
-        """Returns the recipe of a state, concrete or abstract.
-
-        Args:
-            graphdef: The structure of the model.
-            graphstate: Its parameters.
-            graphother: Its other Variables.
-            opt_state: State of the optimizer, if there is one.
-            added: Fields that the class of the state adds, by name.
-        """
+        """Returns the recipe of a state, concrete or abstract."""
         facts = _find_facts(graphdef, graphstate, graphother)
         parts = ("graphstate", graphstate), ("graphother", graphother)
         return cls(
@@ -227,11 +219,7 @@ class Recipe:
     @classmethod
     @collector_paused()
     def unpack(cls, document: bytes) -> "Recipe":
-        """Returns the recipe of a document.
-
-        Raises:
-            StructureError: It is not a recipe.
-        """
+        """Returns the recipe of a document."""
         found = {"fields": {}, **unpack_document(document)}
         if found.pop("format", None) not in _READ or set(found) != set(cls.__slots__):
             raise StructureError(
@@ -256,33 +244,18 @@ class Recipe:
         return cls(**{**found, "model": str(found["model"])})
 
     def decode_config(self) -> Any:
-        """Returns the config as plain data, or None if there is none.
-
-        Raises:
-            StructureError: It is not plain data.
-        """
+        """Returns the config as plain data, or None if there is none."""
         return None if self.config is None else decode_data(plain_settings(self.config))
 
     def decode_arguments(self) -> dict[str, Any]:
-        """Returns the dtypes and the precision that the model was built with.
-
-        Raises:
-            StructureError: They are not plain data.
-        """
+        """Returns the dtypes and the precision that the model was built with."""
         found = {name: decode_data(self.arguments[name]) for name in self.arguments}
         if isinstance(name := found.get("precision"), str):
             found["precision"] = jax.lax.Precision.__members__.get(name)
         return {name: found[name] for name in _ARGUMENTS if name in found}
 
     def config_differences(self, target: "Recipe") -> list[Difference]:
-        """Returns the differences of the target's config and dtypes.
-
-        Args:
-            target: Recipe of the model that a restore will build.
-
-        Raises:
-            StructureError: The config is not plain data.
-        """
+        """Returns the differences of the target's config and dtypes."""
         is_either_plain = None in (class_name(self.config), class_name(target.config))
         found = _field_differences(
             self.decode_config(),
@@ -301,9 +274,6 @@ class Recipe:
         """Returns the differences in the containers of two optimizer states.
 
         Empty if either recipe has no optimizer state.
-
-        Args:
-            other: The ``opt_state`` of another recipe.
         """
         saved = self.opt_state
         return [] if saved is None or other is None else _type_differences(saved, other)
@@ -318,11 +288,7 @@ class Recipe:
         return _type_differences(saved, given)
 
     def model_differences(self, target: "Recipe") -> list[Difference]:
-        """Returns the differences of the target's Variables and structure.
-
-        Args:
-            target: Recipe of the model that a restore will build.
-        """
+        """Returns the differences of the target's Variables and structure."""
         found = [
             Difference(key, kind, target.variables[key])
             for key, kind in self.variables.items()
@@ -440,10 +406,6 @@ def container_types(tree: Any, name: str) -> dict[str, str]:
 
     >>> container_types({"a": (1.0, None)}, "opt_state")
     {'opt_state': 'dict', 'opt_state/a': 'tuple', 'opt_state/a/1': 'None'}
-
-    Args:
-        tree: Any pytree.
-        name: Key of the root.
     """
     return dict(_walk_containers(tree, name))
 
@@ -493,11 +455,6 @@ def _field_differences(
     >>> saved, target = {"eps": 1e-06, "sizes": (1, 2)}, {"eps": 0.001, "sizes": [1, 2]}
     >>> [str(each) for each in _field_differences(saved, target)]
     ['eps: expected 1e-06 as saved, got 0.001']
-
-    Args:
-        saved: Plain data: dicts, lists, tuples, numbers, texts, dtypes.
-        target: Plain data of the same kinds.
-        common: Compare only fields that both have.
     """
     before, after = dict(_field_texts(saved, "")), dict(_field_texts(target, ""))
     keys = [key for key in before if key in after or not common]
@@ -539,11 +496,7 @@ _SHOWN: Final = 5
 
 
 def read_recipe(name: str, document: bytes, on_mismatch: OnMismatch) -> Recipe | None:
-    """Returns the recipe in the document of a checkpoint, or None if it has none.
-
-    Raises:
-        StructureError: It is corrupt, and ``on_mismatch`` is "raise".
-    """
+    """Returns the recipe in the document of a checkpoint, or None if it has none."""
     if not document:
         return None
     try:
@@ -570,9 +523,6 @@ def compare_models(
         target: Recipe of the model to build.
         on_mismatch: "raise" rejects differences, "log" logs them. Differences only in
             the config, which may not affect any computation, are logged.
-
-    Raises:
-        MismatchError: They differ.
     """
     if recipe is None:
         return
@@ -603,16 +553,7 @@ def compare_models(
 
 
 def reject_differences(name: str, problems: list[str], *, advice: str = "") -> None:
-    """Rejects differences, if there are any.
-
-    Args:
-        name: Name of the checkpoint.
-        problems: Differences to list.
-        advice: Text that says how to fix them, after "; "; "": a caller adds it.
-
-    Raises:
-        MismatchError: There are differences.
-    """
+    """Rejects differences, if there are any."""
     if problems:
         raise MismatchError(
             f"{name} was saved from another model or optimizer: "
@@ -678,17 +619,7 @@ def needed_arguments(model: type[Any]) -> list[str]:
 
 
 def build_config(model: type[Any], recipe: Recipe | None) -> Any:
-    """Returns the saved config as an object of the model's config class.
-
-    Args:
-        model: The class of the model.
-        recipe: Recipe of the checkpoint, if it has one.
-
-    Raises:
-        InvalidRequestError: The checkpoint has no config.
-        MismatchError: The config is of a class that the model does not name, or its
-            class does not accept it.
-    """
+    """Returns the saved config as an object of the model's config class."""
     document = None if recipe is None else recipe.config
     if recipe is None or document is None:
         raise InvalidRequestError(

@@ -92,14 +92,7 @@ class Rehearser:
     def __init__(
         self, run: Run, saved: HasGraph, *, rehearse: Rehearse, is_state: bool
     ) -> None:
-        """Prepares a rehearsal.
-
-        Args:
-            run: The run; results are cached as long as its client exists.
-            saved: The state, or the parts of a module.
-            rehearse: "strict" rejects the save before it begins.
-            is_state: True for a state, False for the parts of a module.
-        """
+        """Prepares a rehearsal."""
         connection = get_parts(run).stub.connection
         self._cache = _caches.setdefault(connection, _RehearsalCache())
         self._run = run.name
@@ -113,11 +106,7 @@ class Rehearser:
         self._plan: Plan | None = None
 
     def check(self, plan: Plan) -> None:
-        """Receives the plan of the save; with "strict", rehearses it.
-
-        Raises:
-            MismatchError: The checkpoint could not be restored.
-        """
+        """Receives the plan of the save; with "strict", rehearses it."""
         self._plan = plan
         if not self._is_strict:
             return

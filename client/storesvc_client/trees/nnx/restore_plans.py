@@ -121,11 +121,7 @@ class StoredLeaves:
 
 
 def select_leaves(stored: Stored, select: Patterns | None) -> Stored:
-    """Returns a checkpoint as if it had only the leaves that match.
-
-    Raises:
-        NotFoundError: A pattern matches none.
-    """
+    """Returns a checkpoint as if it had only the leaves that match."""
     if select is None:
         return stored
     found = set[str]()
@@ -243,11 +239,7 @@ class Plan:
         return self.options.request(self.like, self.select)
 
     def check(self, stored: Stored) -> None:
-        """Matches the leaves, as the restore does.
-
-        Raises:
-            MismatchError: They do not fit.
-        """
+        """Matches the leaves, as the restore does."""
         tree = stored.tree
         rows = [tree.by_key[key] for key in self.select]
         Target.choose(tree, stored.name, self.restore_request, rows=rows)
@@ -261,11 +253,7 @@ class Plan:
 
 
 def plan_state(stored: Stored, request: Request) -> Plan:
-    """Returns the plan of a restore of a state, without creating an array.
-
-    Raises:
-        StoreError: See ``easydel.restore_state``; leaves are not matched yet.
-    """
+    """Returns the plan of a restore of a state, without creating an array."""
     if request.tx is not None:
         check_tx(request.tx)
     if is_pytree(stored):
@@ -381,9 +369,6 @@ def _like_saved(
     """Returns a field of a state as it was saved, abstract: with the containers of a
     part of the state that has the same leaves, such as an average of the parameters, or
     with those that the leaves show.
-
-    Raises:
-        MismatchError: The field has other containers, which need a state.
     """
     leaves = {leaf.key: stand_in(leaf) for leaf in saved}
     for part in alike:
@@ -522,11 +507,7 @@ def plan_pytree(
 
 
 def plan_containers(stored: Stored, request: Request) -> RestoreRequest:
-    """Plans to restore a state as dicts and lists, for a caller without its code.
-
-    Raises:
-        InvalidRequestError: The request needs a model.
-    """
+    """Plans to restore a state as dicts and lists, for a caller without its code."""
     options = request.options
     if request.tx is not None or options.initialises:
         given = "tx=" if request.tx is not None else f"missing={options.missing!r}"
@@ -544,10 +525,6 @@ def plan_opt_state(stored: Stored, state: Any) -> RestoreRequest:
 
     It is placed by the rules and the mesh of the state's model. Without, the shardings
     of the state's own ``opt_state`` take precedence over the parameters'.
-
-    Raises:
-        MismatchError: The checkpoint has the state of another optimizer, of other
-            parameters, or none.
     """
     recipe = read_recipe(stored.name, stored.document, "raise")
     if not _holds_optimizer(stored, recipe):

@@ -75,11 +75,7 @@ class MetaValueRecreator:
         return jax.random.key_data(self.get_key())
 
     def get_key(self, impl: Hashable = "threefry2x32") -> jax.Array:
-        """Returns the next typed key of a PRNG implementation.
-
-        Raises:
-            ValueError: JAX has no implementation with this name.
-        """
+        """Returns the next typed key of a PRNG implementation."""
         if impl not in self._keys:
             self._keys[impl] = jax.random.key(self._seed, impl=impl)
         key: jax.Array
@@ -138,11 +134,7 @@ def is_abstract_rng(leaf: Any) -> bool:
 
 
 def recreate_leaf(leaf: Any, recreator: MetaValueRecreator, path: GraphPath) -> Any:
-    """Returns a Variable like the given count or key, with a new value.
-
-    Raises:
-        TypeError: The leaf is neither; the message has its path.
-    """
+    """Returns a Variable like the given count or key, with a new value."""
     match leaf:
         case nnx.RngCount():
             shape = leaf_shape(stored_value(leaf))
@@ -205,12 +197,6 @@ class Sources:
         """Returns the sources of a blueprint's Variables.
 
         A Variable without a source counts as held, so that the restore reports it.
-
-        Args:
-            blueprint: The model.
-            keys: The leaf keys of the checkpoint.
-            initialising: True if missing Variables may be initialised, or be in the
-                other part.
         """
         held: dict[VariablePath, str] = {}
         recreated: dict[VariablePath, Any] = {}
@@ -244,18 +230,7 @@ class Sources:
         rules: "Rules | Literal['recorded'] | None",
         indivisible: Indivisible,
     ) -> tuple[GraphState, GraphState]:
-        """Returns the complete ``graphstate`` and ``graphother``.
-
-        Args:
-            restored: The restored ``like``.
-            mesh: The mesh for new values; None: the default device.
-            rules: Partition rules for new values.
-            indivisible: As for ``Run.restore``.
-
-        Raises:
-            InvalidRequestError: A Variable must be initialised, but the model was given
-                as an abstract instance.
-        """
+        """Returns the complete ``graphstate`` and ``graphother``."""
         found = {part: graph_leaves(restored[part]) for part in PARTS}
         held = {place: found[source][place[1]] for place, source in self.held.items()}
         flat = {(part, *path): leaf for (part, path), leaf in self.recreated.items()}

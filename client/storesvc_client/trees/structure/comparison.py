@@ -161,11 +161,7 @@ class Texts:
         self._known: dict[int, str | None] = {}
 
     def format_value(self, value: JSON, place: Place) -> str | None:
-        """Returns a value as one text, or None if it needs parts.
-
-        Raises:
-            StructureError: The value is malformed.
-        """
+        """Returns a value as one text, or None if it needs parts."""
         if not isinstance(value, dict):
             if isinstance(value, list):
                 raise structure_error(place, "a value", shown(value))
@@ -350,11 +346,7 @@ _MAX_ROWS: Final = 1 << 28
 
 
 def rows(document: JSON) -> dict[str, str]:
-    """Returns the settings of a document by path; the root's path is "".
-
-    Raises:
-        StructureError: The document is malformed.
-    """
+    """Returns the settings of a document by path; the root's path is ""."""
     return _read(document, IGNORED).texts
 
 
@@ -393,14 +385,6 @@ def common_differences(
     """Returns the differences between two documents among the settings that both have.
 
     For documents of two releases of flax, which add and rename attributes.
-
-    Args:
-        saved: See ``differences``.
-        target: See ``differences``.
-        ignore: See ``differences``.
-
-    Raises:
-        StructureError: A document is malformed.
     """
     ignored = IGNORED | frozenset(ignore)
     ours, theirs = _row_pair(saved, target, ignored)
@@ -412,11 +396,7 @@ def common_differences(
 
 
 def fingerprint(document: JSON) -> str:
-    """Returns 64 hexadecimal digits that are equal for documents without differences.
-
-    Raises:
-        StructureError: The document is malformed.
-    """
+    """Returns 64 hexadecimal digits, equal for documents without differences."""
     digest = hashlib.sha256()
     # By path, because the order of a document is no setting.
     for row in sorted(rows(document).items()):

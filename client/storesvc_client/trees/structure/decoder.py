@@ -86,11 +86,7 @@ class Builder:
         }
 
     def child(self, value: JSON) -> Any:
-        """Returns the module, Variable, container or value of a document.
-
-        Raises:
-            StructureError: It is malformed, or names something not allowed.
-        """
+        """Returns the module, Variable, container or value of a document."""
         tag = find_tag(value, _KEYS) if isinstance(value, dict) else None
         if tag is None or value.keys() - _KEYS[tag]:
             raise structure_error(self._here, "a module or a part of one", shown(value))
@@ -336,11 +332,7 @@ def decode_graphdef(
 
 
 def document_root(document: JSON) -> JSON:
-    """Returns the root of a document.
-
-    Raises:
-        StructureError: It is another kind of document.
-    """
+    """Returns the root of a document."""
     if not isinstance(document, dict) or "root" not in document:
         raise structure_error(_PLACE, "a document", shown(document))
     if document.get("format") != FORMAT:

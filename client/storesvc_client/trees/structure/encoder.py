@@ -441,11 +441,7 @@ class ValueDecoder:
         }
 
     def decode(self, value: JSON, place: Place) -> Any:
-        """Returns the value of a document.
-
-        Raises:
-            StructureError: It is malformed, names something not allowed, or is a hole.
-        """
+        """Returns the value of a document."""
         decoded = decode_plain(value, place, self.decode)
         if decoded is not NOT_PLAIN:
             return decoded

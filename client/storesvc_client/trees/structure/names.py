@@ -142,11 +142,7 @@ MAX_NAME: Final = 1000
 
 
 def check_json(document: JSON, place: Place) -> None:
-    """Returns if a document is JSON within the limits.
-
-    Raises:
-        StructureError: The document is not JSON, or exceeds a limit.
-    """
+    """Returns if a document is JSON within the limits."""
     level: list[Any] = [document]
     count = 0
     for _ in range(MAX_DEPTH):
@@ -329,11 +325,7 @@ class Table:
         self._objects = {**BUILT_IN, **_name_allowed(allow)}
 
     def node_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns a module class.
-
-        Raises:
-            StructureError: There is no such name, or it is not such a class.
-        """
+        """Returns a module class."""
         return self._class(name, place, nnx.Pytree, "an nnx.Module class")
 
     def variable_class(self, name: Any, place: Place) -> type[Any]:

@@ -102,11 +102,7 @@ _SCALAR_DTYPES: Final = frozenset(DTYPES) - {"complex64", "complex128"}
 
 
 def decode_plain(value: JSON, place: Place, decode: Decode) -> Any:
-    """Returns the value of a document, its parts by ``decode``, or ``NOT_PLAIN``.
-
-    Raises:
-        StructureError: It is plain data, but malformed.
-    """
+    """Returns the value of a document, its parts by ``decode``, or ``NOT_PLAIN``."""
     if not isinstance(value, dict):
         if isinstance(value, list):
             raise structure_error(place, "a value", shown(value))
@@ -132,11 +128,7 @@ def find_tag(value: dict[str, Any], tags: Container[str]) -> str | None:
 
 
 def parse_items(value: JSON, place: Place) -> list[Any]:
-    """Returns a list of a document.
-
-    Raises:
-        StructureError: It is not a list.
-    """
+    """Returns a list of a document."""
     if not isinstance(value, list):
         raise structure_error(place, "a list", shown(value))
     return value
@@ -153,11 +145,7 @@ def parse_pairs(value: JSON, place: Place) -> list[tuple[Any, Any]]:
 
 
 def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
-    """Returns a dict of pairs whose keys must be distinct and hashable.
-
-    Raises:
-        StructureError: They are not.
-    """
+    """Returns a dict of pairs whose keys must be distinct and hashable."""
     found: dict[Any, Any] = {}
     pairs = parse_pairs(value, place)
     _check_keys((key for key, _ in pairs), place)

@@ -117,10 +117,6 @@ def enumerations(
 
     Configs may annotate a setting as ``str`` and hold an enumeration member equal to
     it. The lookup runs no code: only modules that are already imported are searched.
-
-    Args:
-        document: The encoded config.
-        config_class: Class of the config; the packages of its bases count, too.
     """
     packages = {base.__module__.partition(".")[0] for base in config_class.__mro__}
     found = {}
@@ -142,13 +138,7 @@ def derived_classes(cls: type[Any]) -> list[type[Any]]:
 
 
 def named_classes(annotation: Any, scope: Mapping[str, Any]) -> Iterator[type[Any]]:
-    """Yields the classes that an annotation names.
-
-    Args:
-        annotation: Annotation of an attribute or parameter; names in a string are
-            looked up in ``scope``.
-        scope: The globals of the annotation's module.
-    """
+    """Yields the classes that an annotation names."""
     left = [annotation]
     for _ in range(_MAX_CLASSES):
         if not left:
@@ -258,9 +248,6 @@ def rebuild_settings(document: JSON, classes: Mapping[str, type[Any]]) -> Any:
     Args:
         document: A document that ``encode_settings`` returned.
         classes: Allowed classes of objects and enumeration members, by name.
-
-    Raises:
-        StructureError: It is malformed, or has an object of another class.
     """
     check_json(document, _PLACE)
     return _SettingsDecoder(classes).decode(document, _PLACE)
@@ -271,9 +258,6 @@ def plain_settings(document: JSON) -> JSON:
 
     An object becomes a dict of its attributes, an enumeration member its value or its
     name. A value without a plain form is described.
-
-    Raises:
-        StructureError: It is malformed.
     """
     check_json(document, _PLACE)
     return _plain(document)
@@ -490,11 +474,7 @@ def encode_data(value: Any) -> JSON:
 
 
 def decode_data(document: JSON) -> Any:
-    """Returns the data of a document, with an ``Opaque`` for each description.
-
-    Raises:
-        StructureError: The document is malformed.
-    """
+    """Returns the data of a document, with an ``Opaque`` for each description."""
     check_json(document, _DATA_PLACE)
     return _decode_plain_data(document, _DATA_PLACE)
 

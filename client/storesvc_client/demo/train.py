@@ -6,9 +6,6 @@
 As one of the processes of a job, it takes its number: ``--devices 2 --processes 4
 --process 0 --coordinator 127.0.0.1:1234``.
 
-JAX reads its devices from the environment when it is first imported, so `main` sets
-that and only then imports what needs JAX.
-
 It trains a small decoder-only language model over bytes on a mesh of CPU devices, from
 the start or from a checkpoint, and saves; in one process, or in the processes of a job.
 
@@ -49,6 +46,7 @@ from storesvc_client.demo.processes import (
     SaveBegun,
     Step,
     line,
+    stop_at_kill_point,
 )
 from storesvc_client.easydel import restore_state, save_state
 from storesvc_client.trees.easydel import EasyDeLState
@@ -302,7 +300,7 @@ def _wait_committed(save: Save) -> Committed:
 def main() -> None:
     """Trains with the options of the command line; prints one line for each event."""
     arguments = _arguments()
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count={arguments.devices}"
         # compiles in two thirds of the time, and runs as fast
@@ -311,8 +309,6 @@ def main() -> None:
     # hides the partitioner's advice on sharding; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if arguments.processes > 1:
-        import jax
-
         jax.distributed.initialize(
             arguments.coordinator,
             arguments.processes,
@@ -379,8 +375,6 @@ def _axes(text: str) -> dict[str, int]:
 def _stored_events(
     arguments: argparse.Namespace, training: Training
 ) -> Iterator[Event]:
-    from storesvc_client.demo.processes import stop_at_kill_point
-
     with connect(
         arguments.store,
         ca=arguments.ca,

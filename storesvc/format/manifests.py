@@ -75,12 +75,7 @@ def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifes
         places = unpack_places(message.chunks)
     except (DecodeError, InvalidTreeError, InvalidItemError, InvalidChunksError) as e:
         raise CorruptManifestError(f"manifest: {e}") from e
-    _check_lengths(tree, places)
-    return Manifest(tree, sums, places)
-
-
-def _check_lengths(tree: Tree, places: ChunkLocations) -> None:
-    """Rejects chunks that do not have the length that their leaf's shape requires."""
+    # Each chunk must have the length that the shape of its leaf requires.
     wrong = np.flatnonzero(places.length != tree.lengths.all())
     if wrong.size:
         chunk = int(wrong[0])
@@ -89,3 +84,4 @@ def _check_lengths(tree: Tree, places: ChunkLocations) -> None:
             f"{tree.lengths[chunk]} bytes by its shape, got "
             f"{places.length[chunk]}"
         )
+    return Manifest(tree, sums, places)

@@ -77,6 +77,10 @@ class InvalidTreeError(ValueError):
     """A leaf table contradicts itself."""
 
 
+# A tree has many leaves, and few shapes.
+_grid: Final = lru_cache(maxsize=1024)(Grid)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSharding:
     """The sharding of a leaf on its devices when it was saved."""
@@ -104,7 +108,7 @@ class Leaf:
     @property
     def grid(self) -> Grid:
         """Chunk grid."""
-        return _grid(self.shape, self.chunk_shape, self.dtype)
+        return _grid(self.shape, self.chunk_shape, DTYPES[self.dtype].itemsize)
 
     def is_cut_as(self, other: "Leaf") -> bool:
         """Returns whether equally numbered chunks hold the same elements of both."""
@@ -113,11 +117,6 @@ class Leaf:
             other.chunk_shape,
             other.dtype,
         )
-
-
-@lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
-def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str) -> Grid:
-    return Grid(shape, chunk_shape, DTYPES[dtype].itemsize)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -163,7 +163,15 @@ class RunReader:
         slots: Mapping[int, pb.CheckpointRecord],
     ) -> RunState:
         """Returns the state that was read, with the upload records that it needs."""
-        _check_slots(places, slots)
+        # A slot has a valid state, and an upload of its own.
+        steps: dict[str, int] = {}
+        for step, slot in slots.items():
+            how, other = fault(slot), steps.setdefault(slot.upload, step)
+            if not how and other != step:
+                how = f"expected an upload of its own, got that of step {other}"
+            if how:
+                place = places.checkpoint(step)
+                raise damage_error(place, how, of=f"{places.name}@{step}")
         state = RunState(places=places, listed=listed, slots=slots, records={})
         uploads = uploads_needing_records(state)
         found = await gather_each(
@@ -172,18 +180,6 @@ class RunReader:
         )
         records = zip(uploads, found, strict=True)
         return replace(state, records={u: r[0] for u, r in records if r is not None})
-
-
-def _check_slots(places: RunPaths, slots: Mapping[int, pb.CheckpointRecord]) -> None:
-    """Rejects slots with an invalid state, or two that name the same upload."""
-    steps: dict[str, int] = {}
-    for step, slot in slots.items():
-        how, other = fault(slot), steps.setdefault(slot.upload, step)
-        if not how and other != step:
-            how = f"expected an upload of its own, got that of step {other}"
-        if how:
-            place = places.checkpoint(step)
-            raise damage_error(place, how, of=f"{places.name}@{step}")
 
 
 def _bare(

@@ -143,8 +143,8 @@ def test_slices_hold_what_is_sent_and_have_few_sizes(drawn: list[list[Cut]]) -> 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 1000, (64 << 20) - 1, 64 << 20])
 def test_a_rounded_size_is_little_larger(size: int) -> None:
-    rounded = spread._rounded_up(size)
+    rounded = spread._round_up(size)
 
     assert size <= rounded <= size * (1 + 1 / 16)
     near = np.arange(size, size + size // 2)[: 1 << 12]
-    assert len({spread._rounded_up(int(n)) for n in near}) <= 32
+    assert len({spread._round_up(int(n)) for n in near}) <= 32

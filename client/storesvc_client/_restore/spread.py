@@ -166,7 +166,7 @@ class SpreadPlan:
         rounds = -(-longest // most)
         slice_bytes = -(-longest // rounds)
         if len(self._starts) > 1:
-            slice_bytes = min(most, _rounded_up(slice_bytes))
+            slice_bytes = min(most, _round_up(slice_bytes))
         return Exchange(
             processes,
             tuple(map(tuple, read.values())),
@@ -203,7 +203,7 @@ def _buffer_bytes(
     return found
 
 
-def _rounded_up(size: int) -> int:
+def _round_up(size: int) -> int:
     """Returns a size rounded up to a few significant binary digits."""
     shift = max(0, size.bit_length() - _DIGITS)
     return -(-size >> shift) << shift

@@ -10,10 +10,16 @@ import pytest
 from click.testing import CliRunner
 
 import storesvc_client as store
-from storesvc_client._doctor.directory import file_system
+from storesvc.storage.location import storage_at
 from storesvc_client._doctor.doctor import Examination, below
 from storesvc_client._doctor.findings import PROBLEMS, Severity, judge_clock
-from storesvc_client._doctor.storage_checks import Level, best_concurrency, tail_share
+from storesvc_client._doctor.kinds import (
+    PRICES_DATE,
+    Workload,
+    estimate_cost,
+    file_system,
+)
+from storesvc_client._doctor.storage_checks import best_concurrency, tail_share
 from storesvc_client.cli import main
 from tests.doctor.examined import LITTLE
 from tests.support.in_process_server import InProcessServer
@@ -81,6 +87,55 @@ def test_a_root_of_an_unknown_kind_is_rejected() -> None:
         store.doctor("ftp://a/b")
 
 
+def test_errors_before_the_first_check_exit_with_2(tmp_path: Path) -> None:
+    wrong = {
+        "https://ckpt.example:7070": "or HOST:PORT of a server",
+        f"{tmp_path} --tree a/b@1": "holds no store; give the bytes of a checkpoint",
+        f"{tmp_path} --direct {tmp_path}": "expected the address of a server with it",
+        f"{tmp_path} --tree much": "expected a size",
+    }
+    for arguments, words in wrong.items():
+        ended = CliRunner().invoke(main, ["doctor", *arguments.split(), "--json"])
+
+        assert 2 == ended.exit_code
+        assert words in json.loads(ended.stderr)["error"]["message"]
+    assert [] == [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_root_that_direct_saves_cannot_use_is_named(
+    server: InProcessServer, tmp_path: Path, *, holds: bool
+) -> None:
+    other = tmp_path / "other"
+    if holds:
+        with store.connect(other) as client:
+            client.run("a/b").save(1, {"w": 1.0}).result()
+    examination = Examination(lambda _: None, LITTLE)
+
+    examination.examine_server(server.address, {}, other.as_uri())
+
+    found = examination.end()
+    (finding,) = (each for each in found.findings if each.check == "direct")
+    assert ("direct.rejected" if holds else "direct.unreachable") == finding.code
+    assert "expected the root of store" in finding.found
+    assert found.exit_code == 1
+
+
+def test_the_cost_is_that_of_the_bytes_that_saves_add() -> None:
+    storage = storage_at("gs://bucket/ckpts")
+    whole = Workload(48 << 30, 48 << 30, 600.0)
+
+    (all_new,) = estimate_cost(whole, storage)
+    (some_new,) = estimate_cost(whole._replace(added_bytes=48 << 20), storage)
+
+    # 4320 saves a month; 437 checkpoints are there at a time
+    assert "4,566,240 writing requests ($22.83)" in all_new.found
+    assert "20.5 TiB stored ($419.52) a month" in all_new.found
+    assert "146,880 writing requests ($0.73)" in some_new.found
+    assert "us-central1, STANDARD, https://cloud.google.com" in some_new.found
+    assert PRICES_DATE in some_new.found
+
+
 def test_the_page_has_each_problem() -> None:
     rows = re.findall(
         r"^\| `(.+?)` \| (\w+) \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE
@@ -110,12 +165,8 @@ def test_clocks_may_differ_by_two_seconds(skew: float, problems: int) -> None:
 
 def test_the_fewest_requests_near_the_best_rate_are_recommended() -> None:
     rates = {1: 100.0, 4: 380.0, 16: 950.0, 32: 1000.0, 64: 990.0}
-    levels = [
-        Level(concurrency=count, bytes_per_second=rate, retry_count=0)
-        for count, rate in rates.items()
-    ]
 
-    assert 16 == best_concurrency(levels)
+    assert 16 == best_concurrency(rates)
 
 
 def test_a_tail_is_reported_unless_this_machine_is_as_slow() -> None:

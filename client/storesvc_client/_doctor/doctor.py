@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -24,17 +25,6 @@ from storesvc.format.names import InvalidNameError, parse_which
 from storesvc.storage.location import Storage, is_this_machine, parse_root, storage_at
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_client._doctor import drill
-from storesvc_client._doctor.buckets import (
-    Workload,
-    check_clock,
-    check_settings,
-    estimate_cost,
-)
-from storesvc_client._doctor.directory import (
-    absent_directories,
-    check_directory,
-    delete_directories,
-)
 from storesvc_client._doctor.drill import DrillRun
 from storesvc_client._doctor.findings import (
     Diagnosis,
@@ -46,10 +36,19 @@ from storesvc_client._doctor.findings import (
     problem,
     skipped,
 )
+from storesvc_client._doctor.kinds import (
+    Workload,
+    absent_directories,
+    check_clock,
+    check_directory,
+    check_settings,
+    delete_directories,
+    estimate_cost,
+)
 from storesvc_client._doctor.storage_checks import PROMISES, SPEED_CHECKS, Probe
 from storesvc_client._rpc.connection import holds_store
 from storesvc_client._values.arguments import DurationLike, checked_duration
-from storesvc_client.errors import InvalidRequestError, StoreError
+from storesvc_client.errors import DataLossError, InvalidRequestError, StoreError
 
 if TYPE_CHECKING:
     from storesvc_client import Client
@@ -106,7 +105,7 @@ def doctor(
         root = None if direct is None else parse_root(direct)
         base = storage if root is None else storage_at(root)
     except InvalidFieldError as e:
-        raise InvalidRequestError(f"doctor: {e}") from e
+        raise InvalidRequestError(f"doctor: {e}; or HOST:PORT of a server") from e
     if storage is not None and root is not None:
         raise InvalidRequestError(
             f"doctor: direct=: expected the address of a server with it, got {place!r}"
@@ -218,11 +217,13 @@ class Examination:
         self._written_bytes += 6 * state_bytes
         if self._make("save", lambda: drill.check_saves(place, self._measured)):
             other = replace(place, target=below(root, f"{folder}flipped"))
-
-            def flip() -> str:
-                return runner.run(_flip(probe.bucket, f"{folder}flipped/"))
-
-            self._make("flipped-bit", lambda: drill.check_flip(other, flip))
+            flip = f"{folder}flipped/"
+            self._make(
+                "flipped-bit",
+                lambda: drill.check_flip(
+                    other, lambda: runner.run(_flip(probe.bucket, flip))
+                ),
+            )
 
     def examine_server(
         self, address: str, options: Mapping[str, Any], root: str | None = None
@@ -296,6 +297,8 @@ class Examination:
         except (StoreError, StorageError, OSError) as e:
             text = getattr(e, "strerror", None) or str(e) or type(e).__name__
             code = "clean-up.left" if is_last else "check.failed"
+            if isinstance(e, DataLossError):
+                code = "save.wrong"
             self._add(problem(code, f"{name}: {text}"))
             return None
 
@@ -323,19 +326,10 @@ _LATE_SECONDS: Final = 0.3
 
 
 def _reaches(root: str) -> bool:
-    """Returns whether this machine reaches the storage of a root."""
-
-    async def list_names() -> None:
-        await (await TensorStoreBucket.open(root)).first_names(1)
-
-    storage = storage_at(root)
-    if storage.is_files:
-        return Path(storage.spec["path"]).is_dir()
-    try:
-        asyncio.run(list_names())
-    except StorageError:
-        return False
-    return True
+    """Returns whether this machine reads the store at a root."""
+    with suppress(StoreError):
+        return holds_store(root, timeout=_OPEN_SECONDS)
+    return False
 
 
 async def _flip(bucket: TensorStoreBucket, folder: str) -> str:
@@ -352,22 +346,11 @@ async def _flip(bucket: TensorStoreBucket, folder: str) -> str:
 
 # --- Servers -------------------------------------------------------------------------
 
-NEEDED: Final = (
-    "uploads.begin",
-    "uploads.commit",
-    "checkpoints.list",
-    "checkpoints.read",
-)
-
 
 def check_server(
     client: "Client", options: Mapping[str, Any], *, is_remote: bool
 ) -> list[Finding]:
-    """Asks a server about itself and the caller; writes nothing.
-
-    Raises:
-        StoreError: The server does not answer.
-    """
+    """Asks a server about itself and the caller; writes nothing."""
     ours, theirs = version("storesvc"), client.info().version
     shown = f"server {theirs}, client {ours}"
     differs = theirs.split(".")[:2] != ours.split(".")[:2]
@@ -382,10 +365,11 @@ def check_server(
     if not who.is_restricted:
         shown = f"{name}: there is no policy, and every caller may do everything"
         return found + judge("policy.none", shown if is_remote else "", shown)
-    allowed = client.test_permissions(None, NEEDED)
-    lacking = [permission for permission in NEEDED if permission not in allowed]
+    needed = ("uploads.begin", "uploads.commit", "checkpoints.list", "checkpoints.read")
+    allowed = client.test_permissions(None, needed)
+    lacking = [permission for permission in needed if permission not in allowed]
     shown = f"{name} lacks {', '.join(lacking)} on all runs"
-    fine = f"{name}: {', '.join(NEEDED)}"
+    fine = f"{name}: {', '.join(needed)}"
     return found + judge("permissions.role", shown if lacking else "", fine)
 
 

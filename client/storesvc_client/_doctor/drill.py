@@ -63,8 +63,9 @@ class DrillRun:
 
     def save(self, run: Run, step: int) -> float:
         """Saves the state of a step; returns the seconds."""
-        state = self.make_state(step)
-        return _time(lambda: run.save(step, state).result())
+        state, begin = self.make_state(step), time.perf_counter()
+        run.save(step, state).result()
+        return time.perf_counter() - begin
 
     def restore(self, run: Run, step: int) -> float:
         """Restores a step, and compares each bit; returns the seconds.
@@ -89,11 +90,7 @@ class DrillRun:
 
 
 def check_saves(place: DrillRun, measured: dict[str, float]) -> list[Finding]:
-    """Saves, kills a save, resumes and restores.
-
-    Raises:
-        StoreError: The store rejects what must work.
-    """
+    """Saves, kills a save, resumes and restores."""
     with place.connect() as client:
         run = client.run(place.run)
         run.save(0, {"warm": 0}).result()  # imports and connections are not measured
@@ -110,29 +107,16 @@ def check_saves(place: DrillRun, measured: dict[str, float]) -> list[Finding]:
         if killed is not None:
             again = place.save(run, killed)
             done = f"a save was killed before its commit, made again in {again:.2f} s"
-        try:
-            restored = place.restore(run, 1) + place.restore(run, killed or 2)
-        except DataLossError as e:
-            return [problem("save.wrong", str(e))]
+        restored = place.restore(run, 1) + place.restore(run, killed or 2)
     measured["save_mib_per_second"] = place.rate(seconds)
     measured["restore_mib_per_second"] = 2 * place.rate(restored)
     shown = f"{size_text(place.state_bytes)} in {seconds:.2f} s; {done}; "
     return [passed("save", f"{shown}both steps were restored bit for bit")]
 
 
-def _time(act: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    act()
-    return time.perf_counter() - begin
-
-
 def _kill_a_save(place: DrillRun, client: Client, step: int, *, after: float) -> bool:
     """Kills a process so many seconds after it began to save a step; returns whether
-    the step is absent then.
-
-    Raises:
-        UnavailableError: The process ended before it began.
-    """
+    the step is absent then."""
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
@@ -165,12 +149,8 @@ def _kill_a_save(place: DrillRun, client: Client, step: int, *, after: float) ->
 
 
 def check_flip(place: DrillRun, flip: Callable[[], str]) -> list[Finding]:
-    """Saves, and flips a bit of what was stored; verify and the restore must find it.
-
-    Args:
-        place: An empty store: a file of a save that was killed would be no damage.
-        flip: Flips the bit, and returns the file's name.
-    """
+    """Saves in an empty store, where each file is needed, and flips a bit, in the file
+    that `flip` returns; verify and the restore must find it."""
     with place.connect() as client:
         place.save(client.run(place.run), 1)
     file, missed = flip(), "restore"
@@ -191,32 +171,23 @@ _ROUNDS: Final = 3
 COMPARED: Final = 2 * _ROUNDS
 """Saves that are compared."""
 
-_FASTER: Final = 0.9
-"""Share of the time of a streamed save and restore from which direct is worth it."""
+_WORTH: Final = 1.1
+"""Ratio of the times from which direct is worth it."""
 
 
 def compare_ways(
     place: DrillRun, root: str, reach: Callable[[], bool], measured: dict[str, float]
 ) -> list[Finding]:
-    """Saves and restores through the server and directly, and says what to choose.
-
-    Args:
-        place: The server.
-        root: The root of its store.
-        reach: Returns whether this machine reaches the root.
-        measured: Receives the rates.
-
-    Raises:
-        StoreError: The store does not work through the server.
-    """
+    """Saves and restores through the server and directly in the root of its store, and
+    says what to choose; `reach` returns whether this machine reaches the root."""
     refusals = []
     for more in ({}, {"lend_credentials": True}):
         options = {"direct": root, **more}
         direct = replace(place, options={**place.options, **options})
         try:
             seconds = _measure_ways(place, direct)
-        except DataLossError as e:
-            return [problem("save.wrong", str(e))]
+        except DataLossError:
+            raise
         except StoreError as e:
             refusals.append(str(e))
             continue
@@ -226,7 +197,13 @@ def compare_ways(
             f"{name.replace('_', ' ')} {rate:.0f} MiB/s" for name, rate in rates.items()
         )
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        return [passed("direct", f"{shown}; {choose_way(seconds, given)}")]
+        ratio = place.rate(seconds["direct_save"] + seconds["direct_restore"])
+        ratio /= place.rate(seconds["streamed_save"] + seconds["streamed_restore"])
+        advice = f"connect with {given}"
+        if ratio < _WORTH:
+            advice = "connect without direct=, which needs access to the storage"
+        shown = f"{shown}; direct is {ratio:.1f} times as fast: {advice}"
+        return [passed("direct", shown)]
     code = "direct.rejected" if reach() else "direct.unreachable"
     return [problem(code, refusals[0])]
 
@@ -243,20 +220,6 @@ def _measure_ways(streamed: DrillRun, direct: DrillRun) -> dict[str, float]:
                 key = f"{way}_{name}"
                 seconds[key] = min(found, seconds.get(key, found))
         return seconds
-
-
-def choose_way(seconds: Mapping[str, float], options: str) -> str:
-    """Returns which way a client should take, and why."""
-    streamed, direct = (
-        seconds[f"{way}_save"] + seconds[f"{way}_restore"]
-        for way in ("streamed", "direct")
-    )
-    if direct <= _FASTER * streamed:
-        return f"connect with {options}: {streamed / direct:.1f} times as fast"
-    return (
-        f"connect without direct=: it is {streamed / direct:.1f} times as fast, and "
-        "needs access to the storage"
-    )
 
 
 def delete_run(place: DrillRun) -> list[Finding]:

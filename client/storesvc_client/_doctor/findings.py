@@ -84,12 +84,7 @@ _SKEW_SECONDS: Final = 2.0
 
 
 def judge_clock(skew_seconds: float, whose: str) -> list[Finding]:
-    """Returns what a difference of clocks means.
-
-    Args:
-        skew_seconds: That clock minus the clock of this machine.
-        whose: Owner of the other clock.
-    """
+    """Returns what it means that another clock is ahead by so many seconds."""
     shown = f"the clock of {whose} is {abs(skew_seconds):.1f} s "
     shown += "ahead" if skew_seconds > 0 else "behind"
     differs = abs(skew_seconds) > _SKEW_SECONDS

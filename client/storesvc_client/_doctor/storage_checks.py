@@ -1,21 +1,17 @@
 """Checks a storage: the promises that a store relies on, and its speed.
 
-The promises are conditional changes, complete lists, reads that see the last write,
-ranges, and names. Of the speed, it measures latency, the rate of a connection, and the
-number of concurrent requests from which it gets no faster. TensorStore makes these
-requests, as in saves and restores, and counts its retries: the storage has answered 429
-or 5xx, or not at all.
-
-Each check writes objects of its own below `Probe.folder`, which the caller deletes.
+TensorStore makes the requests, as in saves and restores, and counts its retries: the
+storage has answered 429 or 5xx, or not at all. Each check writes objects of its own
+below `Probe.folder`, which the caller deletes.
 """
 
 import asyncio
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import tensorstore as ts
 
@@ -66,11 +62,6 @@ class Probe:
     def left_seconds(self) -> float:
         """Time until the end; 0 after it."""
         return max(0.0, self.until - time.monotonic())
-
-    def may_write(self, size_bytes: int) -> bool:
-        """Returns whether so many bytes more stay within the limits."""
-        is_within = self.written_bytes + size_bytes <= self.effort.max_bytes
-        return is_within and self.left_seconds > 0
 
     async def write(self, name: str, data: bytes) -> str:
         """Writes an object of the checks; returns its path."""
@@ -147,16 +138,12 @@ async def check_reads(probe: Probe) -> list[Finding]:
     """Reads right after each overwrite."""
     stale = 0
     for number in range(_OVERWRITES):
-        data = b"version %d" % number
-        path = await probe.write("overwritten", data)
+        path = await probe.write("overwritten", b"version %d" % number)
         stored = await probe.bucket.read(path)
-        stale += stored is None or stored.data != data
-    wrong = (
-        "expected each read to return the last write, got an older version "
-        f"{stale} times of {_OVERWRITES}"
-    )
-    fine = f"{_OVERWRITES} of {_OVERWRITES} reads saw the last write"
-    return judge("reads.stale", wrong if stale else "", fine)
+        stale += stored is None or stored.data != b"version %d" % number
+    shown = f"{_OVERWRITES - stale} of {_OVERWRITES} reads saw the last write"
+    wrong = f"expected each read to return the last write, got {stale} older versions"
+    return judge("reads.stale", wrong if stale else "", shown)
 
 
 async def check_ranges(probe: Probe) -> list[Finding]:
@@ -176,11 +163,8 @@ async def check_ranges(probe: Probe) -> list[Finding]:
 
     read_all = await asyncio.gather(*(read() for _ in range(_RANGES)))
     wrong = [one for one in read_all if one]
-    shown = (
-        f"expected {_RANGES} ranges of an object as written, got "
-        f"{next(iter(wrong), '')} ({len(wrong)} of {_RANGES})"
-    )
-    fine = f"{_RANGES} of {_RANGES} ranges equal what was written"
+    fine = f"{_RANGES - len(wrong)} of {_RANGES} ranges equal what was written"
+    shown = f"expected all ranges of an object as written, got {wrong[:1]}; {fine}"
     return judge("ranges.wrong", shown if wrong else "", fine)
 
 
@@ -217,6 +201,7 @@ PROMISES: Final = (
 MIB: Final = 1 << 20
 
 _AT_ONCE: Final = 8
+_WRITES_AT_ONCE: Final = 16
 
 LEVELS: Final = (1, 4, 16, 32, 64)
 """Concurrent requests that are compared."""
@@ -247,7 +232,8 @@ async def check_latency(probe: Probe) -> list[Finding]:
         ticking.cancel()
     texts = []
     for name, seconds in (("write", writes), ("read", reads)):
-        p50, p99 = (1000 * percentile(seconds, percent) for percent in (50, 99))
+        cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+        p50, p99 = 1000 * cuts[49], 1000 * cuts[98]
         probe.measured |= {f"small_{name}_p50_ms": p50, f"small_{name}_p99_ms": p99}
         texts.append(f"{name} {p50:.1f} ms (p99 {p99:.1f})")
     shown = ", ".join(texts)
@@ -257,11 +243,6 @@ async def check_latency(probe: Probe) -> list[Finding]:
         f"median: {shown}"
     )
     return judge("latency.tail", wrong if share else "", shown)
-
-
-def percentile(seconds: Sequence[float], percent: int) -> float:
-    """Returns a percentile of at least two values."""
-    return statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1]
 
 
 def tail_share(seconds: Sequence[float], *, noise_seconds: float) -> float:
@@ -300,73 +281,70 @@ async def _sample(
     return seconds
 
 
-class Level(NamedTuple):
-    """The rate at a number of concurrent requests."""
-
-    concurrency: int
-    bytes_per_second: float
-    retry_count: int
-    """Requests that TensorStore repeated."""
-
-
-def best_concurrency(levels: Sequence[Level]) -> int:
+def best_concurrency(rates: Mapping[int, float]) -> int:
     """Returns the fewest concurrent requests whose rate is near the best."""
-    near = _NEAR_BEST * max(level.bytes_per_second for level in levels)
-    return min(level.concurrency for level in levels if level.bytes_per_second >= near)
+    near = _NEAR_BEST * max(rates.values())
+    return min(at_once for at_once, rate in rates.items() if rate >= near)
 
 
 async def check_rate(probe: Probe) -> list[Finding]:
     """Writes and reads large objects with more and more concurrent requests."""
     data = random.Random(3).randbytes(probe.effort.object_bytes)  # noqa: S311 - no secret
-    begin, paths = time.perf_counter(), list[str]()
-    retries = _retry_count(probe)
-    while len(paths) < probe.effort.object_count and probe.may_write(16 * len(data)):
-        if paths and time.perf_counter() - begin > _LEVEL_SECONDS:
-            break
-        names = [f"rate/{len(paths) + number}" for number in range(16)]
-        paths += await asyncio.gather(*(probe.write(name, data) for name in names))
-    if not paths:
+    left_bytes, paths = probe.effort.max_bytes - probe.written_bytes, list[str]()
+    count = min(probe.effort.object_count, left_bytes // len(data))
+    if count < 1 or not probe.left_seconds:
         return [skipped("rate", "no bytes or time are left for it")]
-    rate = len(paths) * len(data) / (time.perf_counter() - begin)
-    written = Level(16, rate, _retry_count(probe) - retries)
-    levels = [await _measure_level(probe, paths, n) for n in LEVELS]
-    best = best_concurrency(levels)
-    rates = {level.concurrency: level.bytes_per_second / MIB for level in levels}
+
+    async def write(number: int) -> int:
+        paths.append(await probe.write(f"rate/{number}", data))
+        return len(data)
+
+    async def read(number: int) -> int:
+        return len(await probe.bucket.read_range(paths[number], 0, len(data)))
+
+    written = await _measure(probe, write, count, _WRITES_AT_ONCE)
+    levels = [
+        await _measure(probe, read, min(len(paths), max(4, 4 * at_once)), at_once)
+        for at_once in LEVELS
+    ]
+    rates = {at_once: rate for at_once, rate, _ in levels}
+    best = best_concurrency(rates)
     probe.measured |= {
-        "write_mib_per_second": rate / MIB,
+        "write_mib_per_second": written[1],
         "read_mib_per_second_of_one": rates[1],
         "read_mib_per_second": rates[best],
         "recommended_concurrency": best,
     }
     shown = (
-        f"write {rate / MIB:.0f} MiB/s, read {rates[1]:.0f} with one request, "
-        f"{rates[best]:.0f} with {best}"
+        f"write {written[1]:.0f} MiB/s, read {rates[1]:.0f} with "
+        f"one request, {rates[best]:.0f} with {best}"
     )
     wrong = [
-        f"the storage made TensorStore repeat {level.retry_count} requests with "
-        f"{level.concurrency} at once (429, 5xx or no answer): {shown}"
-        for level in (written, *levels)
-        if level.retry_count
+        f"the storage made TensorStore repeat {retry_count} requests with {at_once} at "
+        f"once (429, 5xx or no answer): {shown}"
+        for at_once, _, retry_count in (written, *levels)
+        if retry_count
     ]
     return judge("rate.throttled", wrong[0] if wrong else "", shown)
 
 
-async def _measure_level(probe: Probe, paths: Sequence[str], concurrency: int) -> Level:
-    slots, begin = asyncio.Semaphore(concurrency), time.perf_counter()
-    retries, read_bytes = _retry_count(probe), 0
-    size_bytes = probe.effort.object_bytes
+async def _measure(
+    probe: Probe, request: Callable[[int], Awaitable[int]], count: int, at_once: int
+) -> tuple[int, float, int]:
+    """Makes requests, each of which returns its bytes, so many at once; fewer if they
+    are slow. Returns that number, MiB per second, and the number of retries."""
+    slots, begin, moved = asyncio.Semaphore(at_once), time.perf_counter(), list[int]()
+    retries = _retry_count(probe)
     until = begin + min(_LEVEL_SECONDS, max(1.0, probe.left_seconds))
 
-    async def read(path: str) -> None:
-        nonlocal read_bytes
+    async def make(number: int) -> None:
         async with slots:
-            if time.perf_counter() < until or not read_bytes:
-                data = await probe.bucket.read_range(path, 0, size_bytes)
-                read_bytes += len(data)
+            if time.perf_counter() < until or not moved:
+                moved.append(await request(number))
 
-    await asyncio.gather(*map(read, paths[: max(4, 4 * concurrency)]))
-    rate = read_bytes / (time.perf_counter() - begin)
-    return Level(concurrency, rate, _retry_count(probe) - retries)
+    await asyncio.gather(*map(make, range(count)))
+    rate = sum(moved) / MIB / (time.perf_counter() - begin)
+    return at_once, rate, _retry_count(probe) - retries
 
 
 def _retry_count(probe: Probe) -> int:

@@ -1,16 +1,19 @@
 """Clients and servers of neighbouring releases work together, over the wire and over
 the same store.
 
-The other release is the newest tag before this version. Until there is one, it is the
-last commit: the test then shows that the test works, and what changed since.
+The other releases are the newest tag before this version, and the newest of the minor
+release before. Until there is one, it is the last commit: the test then shows that the
+test works, and what changed since.
 """
 
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +21,10 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc.format import layout
+from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.release.artefacts import release_version
+from tests.support import stored_records
 from tests.support.server_process import ServerProcess
 
 ROOT: Final = Path(__file__).parents[2]
@@ -52,10 +58,28 @@ PROGRAM: Final = textwrap.dedent(
 """Saves a step, and restores those that the other side has saved."""
 
 
-def other_release() -> str:
-    """Returns the tag of the newest release before this version; HEAD if none is."""
-    tags = _git("tag", "--list", "v*", "--sort=-version:refname").decode().split()
-    return next((tag for tag in tags if tag != f"v{release_version()}"), "HEAD")
+def other_releases(tags: Iterable[str], version: str) -> list[str]:
+    """Returns the tags of the releases that a version must work with; HEAD if none is
+    before it."""
+    this = parse_version(version)
+    earlier = sorted(
+        (found for tag in tags if (found := parse_version(tag)) and found < this),
+        reverse=True,
+    )
+    of_minors = [found for found in earlier if found[:2] < this[:2]]
+    chosen = dict.fromkeys((*earlier[:1], *of_minors[:1]))
+    return ["v{}.{}.{}".format(*found) for found in chosen] or ["HEAD"]
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Returns the numbers of a version or its tag; () if it is neither."""
+    found = re.fullmatch(r"v?(\d+)\.(\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def list_tags() -> list[str]:
+    """Returns all tags; none without the history."""
+    return _git("tag", "--list").decode().split() if (ROOT / ".git").exists() else []
 
 
 def _git(*arguments: str) -> bytes:
@@ -63,11 +87,13 @@ def _git(*arguments: str) -> bytes:
     return subprocess.run(command, capture_output=True, check=True).stdout
 
 
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of a process that runs the other release."""
+@pytest.fixture(scope="module", params=other_releases(list_tags(), release_version()))
+def other(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """Environment of a process that runs another release."""
     folder = tmp_path_factory.mktemp("release")
-    packed = _git("archive", other_release(), *PACKAGES)
+    packed = _git("archive", request.param, *PACKAGES)
     with tarfile.open(fileobj=io.BytesIO(packed)) as files:
         files.extractall(folder, filter="data")
     places = [folder, *(folder / name for name in PACKAGES[1:])]
@@ -77,15 +103,40 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def program(target: str, step: int, environment: dict[str, str]) -> str:
     """Runs the program; returns what it prints."""
-    done = subprocess.run(
+    done = run_program(target, step, environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def run_program(
+    target: str, step: int, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Runs the program to its end."""
+    return subprocess.run(
         [sys.executable, "-c", PROGRAM, target, str(step)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("tags", "version", "expected"),
+    [
+        ([], "0.2.0", ["HEAD"]),
+        (["v0.2.0"], "0.2.0", ["HEAD"]),  # between the tag and the next version
+        (["v0.2.0"], "0.3.0", ["v0.2.0"]),
+        (["v0.2.0", "v0.2.1", "nightly", "v0.3.0rc1"], "0.3.0", ["v0.2.1"]),
+        (["v0.9.0", "v0.10.0"], "0.11.0", ["v0.10.0"]),
+        (["v0.2.0", "v0.2.1", "v0.3.0"], "0.3.1", ["v0.3.0", "v0.2.1"]),
+        (["v0.2.0", "v0.3.0"], "0.2.1", ["v0.2.0"]),  # a fix of an older release
+    ],
+)
+def test_the_other_releases_are_the_newest_before_this_version(
+    tags: list[str], version: str, expected: list[str]
+) -> None:
+    assert expected == other_releases(tags, version)
 
 
 def test_the_other_release_is_another_tree(other: dict[str, str]) -> None:
@@ -127,3 +178,19 @@ def test_two_releases_use_one_store_in_turn(
     with store.connect(root) as client:
         w = client.run("release/run").restore("newest")["w"]
     np.testing.assert_array_equal(np.arange(1000) + 3, w)
+
+
+def test_the_other_release_rejects_a_store_of_a_later_format_by_name(
+    tmp_path: Path, other: dict[str, str]
+) -> None:
+    root = tmp_path / "store"
+    assert "1 1" == program(root.as_uri(), 1, {})
+    record = stored_records.read(root, layout.STORE, pb.StoreRecord)
+    record.format_version, record.release = 99, "9.0.0"
+    stored_records.write(root, layout.STORE, record)
+
+    done = run_program(root.as_uri(), 2, other)
+
+    assert 0 != done.returncode
+    assert "store.binpb: expected a store of format 1 to " in done.stderr
+    assert "got format 99, set by storesvc 9.0.0; use that release" in done.stderr

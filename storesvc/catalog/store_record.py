@@ -1,8 +1,8 @@
 """The record of the store: its creation, and the format in which the store is written.
 
 A new store gets the newest format that this release writes. Afterwards only an operator
-raises it (`StoreFormat.upgrade`), and it is never lowered: processes without it
-reject the store. So an upgrade of a server changes no format, and the jobs of the
+raises it (`StoreFormat.upgrade`), and it is never lowered: a release that does not know
+it rejects the store. So an upgrade of a server changes no format, and the jobs of the
 release before go on.
 """
 
@@ -214,16 +214,9 @@ async def _create(bucket: TensorStoreBucket, clock: Clock) -> pb.StoreRecord:
 
 
 def foreign_names(names: Iterable[str]) -> list[str]:
-    """Returns the entries of a root that prevent a store from being created there.
-
-    Ignores what an interrupted creation of a store leaves, and what file systems and
-    mounts put into a directory: ``lost+found`` and names that begin with a dot.
-
-    Args:
-        names: Names of entries at the root, or of objects at any depth below it.
-
-    Returns:
-        Top-level names, sorted.
+    """Returns the top-level entries of a root that prevent a store from being created
+    there, sorted: all but what an interrupted creation leaves, and what file systems
+    and mounts put into a directory, ``lost+found`` and names that begin with a dot.
     """
     tops = {name.partition("/")[0].removesuffix(LOCK_SUFFIX) for name in names}
     return sorted(

@@ -57,6 +57,8 @@ class Dockerfile:
 
     def __init__(self, path: Path) -> None:
         self.stages: dict[str, Stage] = {}
+        self.defaults: dict[str, str] = {}
+        """Values of the arguments before the first stage."""
         stage = None
         for name, arguments in _lines(path.read_text()):
             if name == "FROM":
@@ -65,6 +67,9 @@ class Dockerfile:
             elif stage is not None:
                 instruction = Instruction(name=name, arguments=arguments)
                 stage.instructions.append(instruction)
+            elif name == "ARG":
+                key, value = arguments.split("=", 1)
+                self.defaults[key] = value
 
     def last(self, name: str, *, stage: str) -> Instruction:
         """Returns the last value of an instruction for a stage."""

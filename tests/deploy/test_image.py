@@ -1,12 +1,16 @@
 """The image of the server: what is installed in it, and that it serves."""
 
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
 import grpc
@@ -18,6 +22,7 @@ from tests.conftest import gcs_root, s3_root
 from tests.deploy.dockerfiles import Dockerfile, Rehearsal
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
+from tests.repo.test_deploy_guide import lines
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = Dockerfile(ROOT / "deploy" / "Dockerfile")
@@ -117,6 +122,60 @@ def test_files_copied_into_images_are_in_the_build_context() -> None:
     assert "*" in ignored
     assert sources
     assert [] == [source for source in sources if not source.startswith(let_in)]
+
+
+@pytest.mark.parametrize("stage", ["server", "training", "emulator"])
+def test_its_labels_say_what_it_was_built_from(stage: str) -> None:
+    label = DOCKERFILE.last("LABEL", stage=stage)
+    found = dict(word.split("=", 1) for word in shlex.split(label.arguments))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {
+        instruction.arguments
+        for part in DOCKERFILE.line_of(stage)
+        for instruction in part.list_prefixes("ARG")
+    }
+
+    prefix = "org.opencontainers.image."
+    assert {
+        f"{prefix}title": project["name"],
+        f"{prefix}licenses": project["license"],
+        f"{prefix}version": "$VERSION",
+        f"{prefix}revision": "$REVISION",
+        f"{prefix}created": "$CREATED",
+        f"{prefix}base.name": "$PYTHON_IMAGE",
+    } == found
+    assert declared == {
+        value.removeprefix("$") for value in found.values() if value.startswith("$")
+    }
+
+
+def test_the_guide_builds_images_with_all_labels_a_pinned_base_and_an_sbom() -> None:
+    base = DOCKERFILE.defaults["PYTHON_IMAGE"]
+    builds = [line for line in lines() if line.startswith("docker buildx build ")]
+
+    assert 2 == len(builds)
+    for line in builds:
+        arguments = dict(re.findall(r"--build-arg (\w+)=(\S+)", line))
+        assert {"PYTHON_IMAGE", "VERSION", "REVISION", "CREATED"} == arguments.keys()
+        assert f"{base}@$(cat" == arguments["PYTHON_IMAGE"]
+        assert {"--sbom=true", "--provenance=mode=max", "--push"} <= {*line.split()}
+    assert any(f"imagetools inspect {base} " in line for line in lines())
+
+
+def test_it_holds_the_packages_of_its_lock_as_the_sbom_lists_them(
+    installed: Path,
+) -> None:
+    lock = (ROOT / "requirements" / f"{STAGE}.lock").read_text()
+    locked = re.findall(r"^([\w.-]+)(?:\[[\w,]+\])?==(\S+)", lock, re.MULTILINE)
+    (packages,) = installed.glob("lib/python3.*/site-packages")
+
+    found = {
+        (re.sub(r"[-_.]+", "-", one.name).lower(), one.version)
+        for one in distributions(path=[str(packages)])
+    }
+
+    assert found >= {*locked}
+    assert {"storesvc"} == {name for name, _ in found - {*locked}}
 
 
 def test_its_command_passes_the_options_of_a_server(entrypoint: list[str]) -> None:

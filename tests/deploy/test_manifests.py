@@ -1,5 +1,7 @@
 """The manifests: valid for Kubernetes, with the properties that operators rely on."""
 
+import re
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from tests.deploy.manifests import (
     rendered,
     server_of,
 )
+from tests.repo.test_deploy_guide import GUIDE, ROOT, step_with, steps
 from tests.support.storectl_lines import check_line
 
 OVERLAYS = sorted(path.name for path in (DEPLOY / "kubernetes" / "overlays").iterdir())
@@ -116,6 +119,85 @@ def test_pods_can_neither_write_nor_become_more_than_they_are(
 
 
 @each_overlay
+def test_images_are_pinned_and_come_from_the_registry_by_digest(
+    overlay: list[Object], examples: list[Object]
+) -> None:
+    (namespace,) = (o["metadata"]["name"] for o in overlay if o["kind"] == "Namespace")
+    pods = [pod for found in (*overlay, *examples) for pod in pods_of(found)]
+    images = {
+        container["image"]
+        for pod in pods
+        for container in (*pod.get("initContainers", ()), *pod["containers"])
+    }
+    server = {
+        container["image"]
+        for pod in pods_of(server_of(overlay))
+        for container in (*pod["initContainers"], *pod["containers"])
+    }
+
+    is_trial = namespace == "storesvc-dev"
+    digest = "registry.example/storesvc@sha256:DIGEST"
+    assert {"storesvc:0.2.0" if is_trial else digest} == server
+    # kubelets pull an image without either again and again
+    assert [] == [image for image in images if not re.search("[:@]", image)]
+
+
+def test_the_guide_shows_which_fields_are_left_to_edit() -> None:
+    step = step_with("kubectl kustomize")
+    table = re.findall(r"^\| `(\w+)`.* \|$", GUIDE.read_text(), re.MULTILINE)
+
+    (line,) = step.lines
+    shown = subprocess.run(
+        line, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+
+    assert sorted(step.output.splitlines()) == sorted(shown.stdout.splitlines())
+    for field in ("BUCKET", "DIGEST", "PROJECT", "issuer"):
+        assert field in step.output
+        assert field in table
+
+
+def applied(line: str) -> set[str]:
+    """Returns what kubectl says to have applied, for a line of the guide."""
+    _, option, place = re.split(r" (-[fk]) ", line)
+    objects = rendered(Path(place).name) if option == "-k" else read(ROOT / place)
+    names = set()
+    for found in objects:
+        group = found["apiVersion"].rpartition("/")[0]
+        kind = found["kind"].lower() + (f".{group}" if group else "")
+        names.add(f"{kind}/{found['metadata']['name']}")
+    return {without_hash(name) for name in names}
+
+
+def without_hash(name: str) -> str:
+    """Returns a name without the suffix of a generated ConfigMap."""
+    return re.sub(r"(?<=options|.policy)-[a-z0-9]{10}$", "", name)
+
+
+def test_the_guide_shows_every_object_that_is_applied() -> None:
+    pattern = re.compile(r"^(\S+/\S+) (?:created|unchanged)$", re.MULTILINE)
+    for step in steps():
+        lines = [
+            line
+            for line in step.lines
+            if re.search("kubectl .*apply -", line) and "|" not in line
+        ]
+        named = {
+            f"{found[1]}/{found[2]}"
+            for line in step.lines
+            if (
+                found := re.search(
+                    r"create (secret|configmap)(?: generic)? (\S+)", line
+                )
+            )
+        }
+        if lines:
+            expected = named.union(*map(applied, lines))
+            shown = {without_hash(name) for name in pattern.findall(step.output)}
+            assert expected == shown
+
+
+@each_overlay
 def test_storectl_takes_what_pods_run_it_with(overlay: list[Object]) -> None:
     check_line(["serve", *arguments_of(overlay)])
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -140,17 +222,19 @@ def test_each_server_has_an_audit_log_that_leaves_its_pod(
 ) -> None:
     spec = server_of(overlay)["spec"]["template"]["spec"]
     log = dict(a.split("=", 1) for a in arguments_of(overlay))["--audit-log"]
+    user = spec["securityContext"]
     (copying,) = spec["initContainers"]
     (mount,) = copying["volumeMounts"]
     own = {each["name"]: each for each in container_of(overlay)["volumeMounts"]}
 
-    assert log == copying["command"][-1]
+    assert log in copying["command"][-1].split()
     assert Path(log).is_relative_to(mount["mountPath"])
     assert mount["mountPath"] == own[mount["name"]]["mountPath"]
     assert (True, False) == (mount["readOnly"], "readOnly" in own[mount["name"]])
     assert container_of(overlay)["image"] == copying["image"]
     (volume,) = (v for v in spec["volumes"] if v["name"] == mount["name"])
-    assert "emptyDir" in volume
+    assert {"sizeLimit": "2Gi"} == volume["emptyDir"]
+    assert user["runAsGroup"] == user["fsGroup"]  # both containers may read it
 
 
 @each_overlay

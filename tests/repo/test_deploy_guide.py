@@ -40,8 +40,8 @@ RUN_ELSEWHERE = {
 """Programs whose output another file compares."""
 STEP = re.compile(
     r"^#{2,3} (?P<heading>[^\n]+)$"
-    r"|^```sh\n(?P<lines>.*?)^```\n\n```text\n(?P<output>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
+    r"|^```sh\n(?P<lines>[^`]*)^```\n\n```text\n(?P<output>[^`]*)^```$",
+    re.MULTILINE,
 )
 
 

@@ -75,7 +75,7 @@ def home() -> Iterator[Page]:
 
 
 def found_pages(page: Page, word: str) -> list[str]:
-    """Returns the names of the first pages that the search shows."""
+    """Returns the first pages that the search shows, by their paths in the site."""
     box = page.locator("input.md-search__input")
     summary = page.locator(".md-search-result__meta")
     for text, shown in ("", "Type to start"), (word, "matching document"):
@@ -83,8 +83,9 @@ def found_pages(page: Page, word: str) -> list[str]:
         box.dispatch_event("keyup")  # `fill` presses no keys, which the theme needs
         expect(summary).to_contain_text(shown, timeout=MILLISECONDS)
     links = page.locator(f"{ITEMS} > a:first-child")
-    hrefs = links.evaluate_all("links => links.map(link => link.pathname)")
-    return [Path(href).stem for href in hrefs[:FIRST]]
+    hrefs = links.evaluate_all("links => links.map(a => a.href.split(/[?#]/)[0])")
+    start = f"{SITE.as_uri()}/"
+    return [h.removeprefix(start).removesuffix(".html") for h in hrefs[:FIRST]]
 
 
 def test_the_page_that_answers_a_word_is_among_the_first_that_a_search_shows(

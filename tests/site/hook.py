@@ -61,7 +61,7 @@ def on_page_markdown(
         page.meta["hide"] = ["navigation"]
     is_generated = page.file.generated_by is not None
     is_reference = is_generated and uri not in ("errors.md", *DOCUMENTS.values())
-    boost = 0.02 if is_reference or uri in RARE else 1
+    boost = 0.02 if is_reference or uri in RARE else 0.2 if uri == "errors.md" else 1
     page.meta["search"] = {"boost": boost}
     if is_generated and uri != "errors.md":
         return markdown

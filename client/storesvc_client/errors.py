@@ -216,8 +216,11 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
     assert isinstance(e, grpc.Call)  # gRPC raises them as one object
     info, retry_seconds = _details(e)
     if info is not None:
+        text = e.details()
+        if info.reason == "RUN_NOT_FOUND" and not info.metadata.get("nearest"):
+            text = f"store {address}: {text}"  # it may be another than was meant
         return error_class(e.code().name, info.reason)(
-            e.details(),
+            text,
             reason=info.reason,
             metadata=dict(info.metadata),
             retry_seconds=retry_seconds,

@@ -71,7 +71,8 @@ class Reserve:
                     layout.RESERVE, bytes(RESERVE_BYTES), condition=IF_ABSENT
                 )
             except (StorageDeniedError, StorageFullError, StorageUnavailableError) as e:
-                _log.warning("%s is not created yet: %s", layout.RESERVE, e)
+                if "read_only" not in e.metadata:  # else nobody can save there
+                    _log.warning("%s is not created yet: %s", layout.RESERVE, e)
 
     async def spent_on(
         self, call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs

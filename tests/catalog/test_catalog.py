@@ -254,9 +254,21 @@ def test_a_token_of_another_list_is_rejected(stub: CheckpointServiceStub) -> Non
         stub.ListRuns(request)
 
 
-def test_other_namespaces_are_not_named(client: store.Client) -> None:
-    with pytest.raises(store.NotFoundError, match="no run is similar"):
+def test_other_namespaces_are_not_named_but_the_store_that_was_searched(
+    client: store.Client,
+) -> None:
+    expected = r"^store [^ ]+: run prof/llama-8b does not exist \(no run is similar\)"
+    with pytest.raises(store.NotFoundError, match=expected):
         client.run("prof/llama-8b").latest()
+
+
+def test_a_mistyped_directory_is_named_by_a_restore(tmp_path: Path) -> None:
+    place = (tmp_path / "ckptz").as_uri()
+    with (
+        store.connect(place) as client,
+        pytest.raises(store.NotFoundError, match=f"^store {place}: run prod/llama-8b "),
+    ):
+        client.run("prod/llama-8b").restore()
 
 
 def test_stray_objects_are_no_checkpoints(

@@ -229,6 +229,16 @@ def test_arguments_of_another_kind_are_rejected(run: store.Run) -> None:
     assert [] == run.steps()
 
 
+def test_a_tree_of_two_states_is_not_said_to_lack_the_optimizer(run: store.Run) -> None:
+    model, optimizer = trained()
+    run.save(1, {"model": nnx.state(model), "opt": nnx.state(optimizer)}).result()
+
+    with pytest.raises(
+        store.InvalidRequestError, match=r"saved as one tree, .* run\.restore\(like="
+    ):
+        restore_into(run, model, optimizer)
+
+
 def test_the_public_module_names_two_functions() -> None:
     from storesvc_client import nnx as public
 

@@ -451,7 +451,7 @@ class Loop:
             self._last_step = end - 1
         else:
             self._is_complete = True
-            _log.info("%s(%d, %d): no step is left", place, first, end)
+            self._announce(f"no step is left from {first} to {end - 1}")
         return self._steps(range(first, end))
 
     def after(
@@ -546,7 +546,10 @@ class Loop:
             self.outcome = self._describe_error(error)
             if is_late:
                 self.outcome += "; received SIGTERM after it"
-        _log.info("loop of %s: %s", self._run.name, self.outcome)
+        if error is None:
+            _log.info("loop of %s: %s", self._run.name, self.outcome)
+        else:
+            self._announce(self.outcome)
         if self._saves.is_over or self._saves.is_hopeless:
             assert self._saves.error is not None
             if error is None:

@@ -352,7 +352,8 @@ def tag(
     """List tags, set one, or delete one.
 
     A path takes a tag in place of a step: prod/llama-8b@best. A tagged checkpoint is
-    neither deleted nor purged.
+    neither deleted nor purged. PROTECTED is about the tag itself: one that is protected
+    moves only with its etag.
 
     \b
     Examples:

@@ -487,8 +487,9 @@ def plan_pytree(
         )
     if others and _is_alone(stored):
         raise InvalidRequestError(
-            f"{stored.name} holds no state of an optimizer: expected none, got one; "
-            "leave it out"
+            f"{stored.name} was saved as one tree, such as nnx.state(model), in which "
+            "no optimizer is known: expected none, got one; leave it out, or restore "
+            "the tree with run.restore(like=...)"
         )
     blueprint = _draw(stored, request.model, None, options)
     options = _with_own_placement(blueprint, options)

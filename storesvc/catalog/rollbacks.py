@@ -71,7 +71,7 @@ class Reserve:
                     layout.RESERVE, bytes(RESERVE_BYTES), condition=IF_ABSENT
                 )
             except (StorageDeniedError, StorageFullError, StorageUnavailableError) as e:
-                if "read_only" not in e.metadata:  # else nobody can save there
+                if "read_only" not in e.metadata:  # else all saves are rejected
                     _log.warning("%s is not created yet: %s", layout.RESERVE, e)
 
     async def spent_on(

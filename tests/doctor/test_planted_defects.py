@@ -1,5 +1,9 @@
 """Each defect of a storage is named; places without one raise no alarm."""
 
+import asyncio
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -9,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_client._doctor.findings import Diagnosis, Finding, Severity
 from tests.doctor.examined import examine
 from tests.doctor.planted import (
@@ -221,3 +226,34 @@ def test_a_rule_for_old_versions_is_no_finding() -> None:
 
     (versioning,) = problems(found)
     assert "until a lifecycle rule deletes it" in versioning.found
+
+
+STORECTL: Final = (
+    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "runpy.run_module('storesvc_client.cli', run_name='__main__')"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["conditions", "latency", "rate"])
+def test_an_interrupted_examination_leaves_nothing(tmp_path: Path, check: str) -> None:
+    with PlantedGcs() as gcs:
+        for root in (gcs.root, str(tmp_path / "not" / "yet")):
+            with subprocess.Popen(
+                [sys.executable, "-c", STORECTL, "doctor", root],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as storectl:
+                assert storectl.stdout is not None
+                assert any(check in line for line in storectl.stdout)
+                storectl.send_signal(signal.SIGINT)
+                _, errors = storectl.communicate()
+
+            assert (130, "storectl: interrupted\n") == (storectl.returncode, errors)
+        assert [] == asyncio.run(list_objects(gcs.root))
+    assert [] == [*tmp_path.iterdir()]
+
+
+async def list_objects(root: str) -> list[str]:
+    return await (await TensorStoreBucket.open(root)).list("")

@@ -167,6 +167,7 @@ class Examination:
         self._id = f"doctor-{uuid.uuid4().hex[:12]}"
         self._place = ""
         self._written_bytes = 0
+        self._was_opened = False
 
     def examine_root(self, root: str, storage: Storage) -> None:
         """Checks a directory or a bucket."""
@@ -175,7 +176,11 @@ class Examination:
             if storage.is_remote:
                 self._make("settings", lambda: check_settings(storage))
                 self._make("clock", lambda: check_clock(storage))
-            self._check_storage(root, folder)
+            try:
+                self._check_storage(root, folder)
+            finally:
+                if storage.is_remote and self._was_opened:
+                    self._make("clean-up", lambda: asyncio.run(_delete(root, folder)))
             return
         path = Path(storage.spec["path"], folder)
         absent = absent_directories(path)
@@ -194,6 +199,7 @@ class Examination:
             bucket = self._ask("open", lambda: runner.run(opening))
             if bucket is None:
                 return
+            self._was_opened = True
             probe = Probe(bucket, folder, self._until, self._effort, self._measured)
             try:
                 for check in (*PROMISES, *SPEED_CHECKS):
@@ -206,9 +212,6 @@ class Examination:
                     self._check_saves(root, probe, runner)
             finally:
                 self._written_bytes += probe.written_bytes
-                if probe.storage.is_remote:
-                    deleting = _delete(probe.bucket, folder)
-                    self._make("clean-up", lambda: runner.run(deleting))
 
     def _check_saves(self, root: str, probe: Probe, runner: asyncio.Runner) -> None:
         """Makes the drill in stores below a root."""
@@ -313,15 +316,18 @@ def below(root: str, folder: str) -> str:
     return urlunsplit(url._replace(path=f"{url.path.rstrip('/')}/{folder}"))
 
 
-async def _delete(bucket: TensorStoreBucket, folder: str) -> list[Finding]:
-    """Deletes the objects of the checks, also of an interrupted one."""
-    for _ in range(2):
+async def _delete(root: str, folder: str) -> list[Finding]:
+    """Deletes the objects of the checks, and what an interrupted one still writes."""
+    bucket = await TensorStoreBucket.open(root)
+    for _ in range(10):
         await bucket.delete_below(folder)
         await asyncio.sleep(_LATE_SECONDS)
-    return []
+        if not (left := await bucket.list(folder)):
+            return []
+    return [problem("clean-up.left", f"{len(left)} objects below {folder}")]
 
 
-_LATE_SECONDS: Final = 0.3
+_LATE_SECONDS: Final = 0.5
 """Time in which an abandoned request may still arrive."""
 
 

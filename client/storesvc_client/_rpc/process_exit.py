@@ -12,10 +12,14 @@ are no daemons are joined; exit handlers run, in which Python starts no thread (
 3. `_report`: each save that failed, and whose result was not asked for, is reported and
    makes the exit code 1.
 
+Python 3.12.0 and 3.12.1 start no thread once the main thread has ended, so that a save
+in the background could not end: there, `_start_thread` asks the system for one.
+
 A forked child has none of the threads, and begins with nothing to end.
 """
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -95,13 +99,14 @@ def check_process(place: str, process: int) -> None:
 
 
 def _await_main() -> None:
+    if (3, 12, 0) <= sys.version_info[:3] < (3, 12, 2):
+        vars(threading)["_start_new_thread"] = _start_thread
     _await_running()
     own = threading.current_thread()
     others = [t for t in threading.enumerate() if t is not own and not t.daemon]
     if others:
-        with suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start none here
-            threading.Thread(target=_end, args=others).start()
-            return
+        threading.Thread(target=_end, args=others).start()
+        return
     _end()
     process = sys.modules.get("multiprocessing.process")
     if hasattr(sys, _FAILED) and process and process.parent_process():
@@ -144,6 +149,25 @@ def _await_running() -> None:
             wait(late)
     except KeyboardInterrupt:
         _report()
+
+
+_SystemThread: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+_kept: list[object] = []
+"""Functions that threads of the system run, which do not refer to them."""
+
+
+def _start_thread(function: Callable[..., object], args: tuple[object, ...]) -> None:
+    """Runs a function in a thread of the system, as ``_thread.start_new_thread`` does
+    in other releases of Python: https://github.com/python/cpython/issues/113964."""
+
+    def run(_: object) -> None:
+        function(*args)
+
+    _kept.append(_SystemThread(run))
+    made = ctypes.c_void_p()
+    error = ctypes.CDLL(None).pthread_create(ctypes.byref(made), None, _kept[-1], None)
+    if error:
+        raise RuntimeError(f"can't start a thread: {os.strerror(error)}")
 
 
 def _say(text: str) -> None:

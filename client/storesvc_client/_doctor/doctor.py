@@ -201,17 +201,15 @@ class Examination:
                 return
             self._was_opened = True
             probe = Probe(bucket, folder, self._until, self._effort, self._measured)
-            try:
-                for check in (*PROMISES, *SPEED_CHECKS):
-                    name = check.__name__.removeprefix("check_")
-                    if check in SPEED_CHECKS and self._has_failed:
-                        self._add(skipped(name, "a check before it failed"))
-                    elif not self._make(name, lambda: runner.run(check(probe))):  # noqa: B023
-                        return  # as would be said of the others
-                if not (probe.storage.is_memory or self._has_failed):
-                    self._check_saves(root, probe, runner)
-            finally:
-                self._written_bytes += probe.written_bytes
+            for check in (*PROMISES, *SPEED_CHECKS):
+                name = check.__name__.removeprefix("check_")
+                if check in SPEED_CHECKS and self._has_failed:
+                    self._add(skipped(name, "a check before it failed"))
+                elif not self._make(name, lambda: runner.run(check(probe))):  # noqa: B023
+                    break  # as would be said of the others
+            self._written_bytes = probe.written_bytes
+            if not (probe.storage.is_memory or self._has_failed):
+                self._check_saves(root, probe, runner)
 
     def _check_saves(self, root: str, probe: Probe, runner: asyncio.Runner) -> None:
         """Makes the drill in stores below a root."""

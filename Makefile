@@ -3,17 +3,13 @@
 # `make test-easydel`.
 
 .PHONY: demo demo-multihost test check lint types contract breaking docs \
-        wheel-test deploy-test bench soak release audit matrix test-easydel sweep-easydel test-gcs format proto lock clean
+        newest wheel-test deploy-test bench soak release audit matrix test-easydel sweep-easydel test-gcs format proto lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EASYDEL_VENV := build/easydel/venv
 CONTRACT := proto/storesvc_proto
-# Files that jax compiled for the tests; they find it in the checkout themselves.
-COMPILED := $(CURDIR)/build/jax
-# What a test may read besides the installed package.
-TESTED := tests benchmarks soak README.md CONTRIBUTING.md CHANGELOG.md docs mkdocs.yml Makefile pyproject.toml requirements deploy
 
 # The first one that runs: the shim of a version manager may have no Python behind it.
 PYTHON = $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
@@ -67,6 +63,10 @@ $(INSTALLED) $(EASYDEL_VENV)/.installed: %/.installed: %/.locked pyproject.toml
 	@echo "  $*: installed"
 	@touch $@
 
+# The environment of `make wheel-test`.
+newest: $(INSTALLED)
+	@$(BIN)/python -m tests.release.matrix install newest
+
 # --- Checking -----------------------------------------------------------------
 
 lint: $(INSTALLED)
@@ -103,27 +103,11 @@ docs: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses=0 --quiet tests/repo/test_search.py
 
 # Runs the slow tests, but not the sweeps of `make soak`, against the wheel that users
-# install: in an environment that borrows the dependencies of .venv but not its editable
-# install, and from a folder without the sources, so that no path leads back to the
+# install, with the newest releases of all dependencies for the newest Python of this
+# machine, and from a folder without the sources, so that no path leads back to the
 # checkout. The wheel must have the same files as the checkout, which `make test` tests.
-wheel-test: WHEEL_VENV := $(CURDIR)/build/wheel/venv
 wheel-test: $(INSTALLED)
-	@rm -rf build/wheel && mkdir -p build/wheel/run
-	$(call pip,$(VENV)) wheel --quiet --no-deps --no-build-isolation \
-	  --wheel-dir build/wheel .
-	@$(BIN)/python -m tests.repo.wheel_files build/wheel/storesvc-*.whl
-	@$(BIN)/python -m venv --without-pip $(WHEEL_VENV)
-	@$(call pip,$(WHEEL_VENV)) install --quiet --no-deps --no-index \
-	  build/wheel/storesvc-*.whl
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  >$$(echo $(WHEEL_VENV)/lib/python3.*/site-packages)/borrowed.pth
-	@cp -r $(TESTED) build/wheel/run
-	@cd build/wheel/run && $(WHEEL_VENV)/bin/python -c 'import sys, storesvc_client; \
-	  where = storesvc_client.__file__; print("Testing", where); \
-	  sys.exit(not where.startswith(sys.prefix))'
-	cd build/wheel/run && STORESVC_SUITE=full JAX_COMPILATION_CACHE_DIR=$(COMPILED) \
-	  $(WHEEL_VENV)/bin/python -m pytest --numprocesses=4 \
-	  -m "slow and not soak"
+	$(BIN)/python -m tests.release.matrix slow newest
 
 # All of a release but the tag and the upload, in build/release/dist: sdist, wheel, their
 # checksums, an SBOM, and the statement of what they were built from.
@@ -174,16 +158,18 @@ soak: $(INSTALLED)
 	  -m "soak or hypothesis")
 	$(BIN)/python -m soak $(SOAK)
 
-# With the real easydel and the jax and flax that it pins: first the quick tests of its
-# states and helpers, then the tests of other code that works on jax's objects. Importing
-# easydel changes a process (flags of jax, the recursion limit), so each half runs in its
-# own process.
+# With the real easydel, the jax and flax that it pins, and the oldest releases of all else
+# that pyproject.toml and easydel allow: first the quick tests of easydel's states and
+# helpers, then the tests of other code that works on jax's objects or depends much on the
+# versions of packages. Importing easydel changes a process (flags of jax, the recursion
+# limit), so each half runs in its own process.
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest --numprocesses=3
 test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)
 test-easydel: ON_JAX := $(addprefix tests/,client loop orbax pytree restore save trees)
+test-easydel: ON_VERSIONS := $(addprefix tests/,cli export foreign storage)
 test-easydel: $(EASYDEL_VENV)/.installed
 	$(EASYDEL_PYTEST) -m "not slow" tests/easydel
-	$(EASYDEL_PYTEST) -m "not slow" \
+	$(EASYDEL_PYTEST) -m "not slow" $(ON_VERSIONS) \
 	  $$(grep -rlE --include='test_*.py' '^ *$(USES_JAX)' $(ON_JAX))
 
 # The slow tests of EasyDeL's states, then every class of its registry, saved by one process
@@ -217,9 +203,8 @@ proto: $(INSTALLED)
 	proto/generate.sh proto $(CURDIR)/$(BIN)/python
 
 # Keeps every pin that still fits; delete a lock first to renew all of its pins.
-LOCKS := dev easydel wheel server training release
+LOCKS := dev wheel server training release
 LOCK_dev := pyproject.toml --all-extras --group dev
-LOCK_easydel := pyproject.toml --all-extras --group easydel
 # Locks of the images in deploy/: at the versions that the tests run with.
 TESTED_PINS := --constraint requirements/dev.lock
 LOCK_wheel := --group wheel $(TESTED_PINS)
@@ -233,6 +218,7 @@ lock:
 	  --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
 	  --custom-compile-command "make lock" --quiet \
 	  --output-file requirements/$(lock).lock &&) true
+	@$(BIN)/python -m tests.release.matrix lock easydel-3.11
 
 clean:
 	rm -rf build $(VENV) .*_cache .hypothesis

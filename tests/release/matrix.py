@@ -1,29 +1,35 @@
-"""``python -m tests.release.matrix [lock | sample] [ROW ...]``: the environments of a
-release.
+"""``python -m tests.release.matrix [COMMAND] [ROW ...]``: a release's environments.
 
 A row is a Python and a choice of versions: the floors of pyproject.toml, or the newest
-releases. ``lock`` writes the pins of the rows to requirements/matrix; without it, each
-row gets an environment of its own in build/matrix, the wheel in it, and the quick suite
-runs there; with ``sample``, only the folders that depend most on the versions. The last
-lines are a table of what ran. A Python that this machine does not
-have is a row that says so.
+releases; the name "newest" is the newest Python that this machine has. Each row gets an
+environment of its own in build/matrix, and the wheel in it, whose files are compared
+with the checkout. The commands:
+
+- ``lock`` writes the pins of the rows to requirements.
+- ``install`` creates the environments.
+- ``slow`` runs the slow tests there, but not the sweeps of ``make soak``.
+- Without a command, the quick suite runs there.
+
+The last lines are a table of what ran. A Python that this machine does not have is a
+row that says so.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 BUILD: Final = ROOT / "build" / "matrix"
-LOCKS: Final = ROOT / "requirements" / "matrix"
+LOCKS: Final = ROOT / "requirements"
 UV: Final = Path(sys.executable).with_name("uv")
 
 TESTED: Final = (
@@ -41,20 +47,16 @@ TESTED: Final = (
 )
 """Places that tests read besides the installed package."""
 
-IGNORED: Final = ("tests/repo", "tests/site")
-"""Tests of the checkout, which are the same in each environment."""
-
-SAMPLE: Final = (
-    *("tests/cli", "tests/export", "tests/foreign", "tests/orbax", "tests/restore"),
-    *("tests/save", "tests/storage", "tests/trees/test_structure_golden.py"),
-)
-"""Tests of what touches dependencies most, in two minutes."""
-
 SHOWN: Final = (
     *("jax", "flax", "optax", "numpy", "tensorstore", "orbax-checkpoint", "grpcio"),
     "protobuf",
 )
 """Packages whose versions the table has."""
+
+
+GROUPS: Final = ("bench", "browser", "build", "emulators", "libraries", "lint", "test")
+"""Dependency groups of the tests; the generator of the contract pins an old protobuf.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +65,15 @@ class Row:
 
     python: str
     pins: str
-    """Name of the lock: "floor" has the oldest versions that pyproject.toml allows."""
+    """Name of the lock."""
+    at_floors: bool = False
+    """True for the oldest versions that pyproject.toml and the groups allow."""
+    groups: tuple[str, ...] = GROUPS
 
     @property
     def name(self) -> str:
         """Name on the command line."""
-        return f"{self.pins.partition('-')[0]}-{self.python}"
+        return f"{Path(self.pins).name.partition('-')[0]}-{self.python}"
 
     @property
     def lock(self) -> Path:
@@ -81,38 +86,79 @@ class Row:
         return BUILD / self.name / "bin" / "python"
 
 
-ROWS: Final = (
-    Row(python="3.11", pins="floor"),
-    Row(python="3.11", pins="newest-3.11"),
-    Row(python="3.12", pins="newest"),
-    Row(python="3.13", pins="newest"),
-    Row(python="3.14", pins="newest"),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Tests that a command runs."""
+
+    name: str
+    marked: str
+    """Expression over the markers."""
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+QUICK: Final = Suite(
+    name="quick suite",
+    marked="not slow",
+    # tests of the checkout, which are the same in each environment
+    arguments=("--ignore=tests/repo", "--ignore=tests/site", "--numprocesses=3"),
+)
+SLOW: Final = Suite(
+    name="slow tests",
+    marked="slow and not soak",
+    # the site's generators need a group of their own, and none of their tests is slow
+    arguments=("--ignore=tests/repo/test_site.py", "--numprocesses=4"),
+    # what runs once is compiled soon rather than well
+    environment={"STORESVC_SUITE": "full", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
 )
 
-GROUPS: Final = ("bench", "browser", "build", "emulators", "libraries", "lint", "test")
-"""Dependency groups of the tests; the generator of the contract pins an old protobuf.
-"""
+NEWEST: Final = (
+    Row(python="3.11", pins="matrix/newest-3.11"),
+    Row(python="3.12", pins="matrix/newest"),
+    Row(python="3.13", pins="matrix/newest"),
+)
+ROWS: Final = (
+    Row(python="3.11", pins="matrix/floor", at_floors=True),
+    *NEWEST,
+    Row(python="3.14", pins="matrix/newest"),
+)
+EASYDEL: Final = Row(python="3.11", pins="easydel", at_floors=True, groups=("easydel",))
+"""The environment of ``make test-easydel``, where CI tests the floors: easydel pins the
+oldest jax and flax that pyproject.toml allows, and needs few other packages newer."""
 
 
 def main() -> int:
-    """Writes locks or runs rows; returns the exit code."""
+    """Does a command for some rows; returns the exit code."""
     arguments = sys.argv[1:]
-    what = arguments.pop(0) if arguments[:1] in (["lock"], ["sample"]) else "run"
-    names = arguments or [row.name for row in ROWS]
-    if unknown := set(names) - {row.name for row in ROWS}:
-        print(f"unknown rows: {', '.join(sorted(unknown))}", file=sys.stderr)
-        return 2
-    rows = [row for row in ROWS if row.name in names]
-    if what == "lock":
-        for row in {row.lock: row for row in reversed(rows)}.values():
-            lock(row)
-        return 0
-    folders = SAMPLE if what == "sample" else ("tests",)
-    lines = [run(row, folders) for row in rows]
-    print("\n| row | Python | " + " | ".join(SHOWN) + " | quick suite | s |")
-    print("|---" * (len(SHOWN) + 4) + "|")
-    print(*lines, sep="\n")
-    return 1 if any("failed" in line or "error" in line for line in lines) else 0
+    commands = ("lock", "install", "slow")
+    command = arguments.pop(0) if arguments and arguments[0] in commands else "quick"
+    rows = choose_rows(arguments or [row.name for row in ROWS])
+    match command:
+        case "lock":
+            for row in {row.lock: row for row in reversed(rows)}.values():
+                lock(row)
+        case "install":
+            for row in rows:
+                install(row)
+        case _:
+            suite = SLOW if command == "slow" else QUICK
+            lines, passed = zip(*(run(row, suite) for row in rows), strict=True)
+            print(f"\n| row | Python | {' | '.join(SHOWN)} | {suite.name} | s |")
+            print("|---" * (len(SHOWN) + 4) + "|")
+            print(*lines, sep="\n")
+            return 0 if all(passed) else 1
+    return 0
+
+
+def choose_rows(names: Sequence[str]) -> list[Row]:
+    """Returns the rows with these names, of which "newest" depends on the machine."""
+    rows = {row.name: row for row in (*ROWS, EASYDEL)}
+    rows["newest"] = next(
+        (row for row in reversed(NEWEST) if find_python(row.python)), NEWEST[0]
+    )
+    if unknown := set(names) - rows.keys():
+        sys.exit(f"unknown rows: {', '.join(sorted(unknown))}")
+    return [rows[name] for name in names]
 
 
 # --- Pins -----------------------------------------------------------------------------
@@ -120,12 +166,11 @@ def main() -> int:
 
 def lock(row: Row) -> None:
     """Writes the pins of a row."""
-    LOCKS.mkdir(exist_ok=True)
     BUILD.mkdir(parents=True, exist_ok=True)
     arguments = ["pyproject.toml", "--all-extras", "--generate-hashes"]
-    for group in GROUPS:
+    for group in row.groups:
         arguments += ["--group", group]
-    if row.pins == "floor":
+    if row.at_floors:
         floors = BUILD / "floors.txt"
         floors.write_text("\n".join(_floors(row)))
         arguments += ["--constraint", str(floors)]
@@ -134,10 +179,18 @@ def lock(row: Row) -> None:
 
 def _floors(row: Row) -> Iterator[str]:
     """Yields the oldest version of each dependency, by uv; but not of theirs."""
-    text = _compile(
-        row, "pyproject.toml", "--all-extras", "--resolution", "lowest-direct"
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    # a group's other packages are wanted new, even at the floors
+    groups = map(pyproject["dependency-groups"].__getitem__, row.groups)
+    pinned = BUILD / "pinned.txt"
+    pinned.write_text(
+        "\n".join(each for group in groups for each in group if "==" in each)
     )
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = _compile(
+        *(row, "pyproject.toml", str(pinned)),
+        *("--all-extras", "--resolution", "lowest-direct"),
+    )
+    project = pyproject["project"]
     wanted = [*project["dependencies"]]
     for extra in project["optional-dependencies"].values():
         wanted += extra
@@ -161,13 +214,11 @@ def _compile(row: Row, *arguments: str) -> str:
 # --- Runs -----------------------------------------------------------------------------
 
 
-def run(row: Row, folders: Sequence[str]) -> str:
-    """Runs the quick suite of folders in the environment of a row; returns its line."""
-    python = find_python(row.python)
-    if python is None:
+def run(row: Row, suite: Suite) -> tuple[str, bool]:
+    """Runs tests in the environment of a row; returns its line, and if they passed."""
+    if not install(row):
         cells = [row.name, row.python, *[""] * len(SHOWN), "Python not installed", ""]
-        return f"| {' | '.join(cells)} |"
-    install(row, python=python)
+        return f"| {' | '.join(cells)} |", True
     folder = BUILD / "run"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -175,51 +226,69 @@ def run(row: Row, folders: Sequence[str]) -> str:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     begin = time.monotonic()
-    command = [str(row.interpreter), "-m", "pytest", "--numprocesses=3", "-q"]
-    done = subprocess.run(
+    outcome, passed = _run_tests(row, suite, folder)
+    cells = [row.name, row.python, *versions(row.lock.read_text(), SHOWN), outcome]
+    return f"| {' | '.join(cells)} | {time.monotonic() - begin:.0f} |", passed
+
+
+def _run_tests(row: Row, suite: Suite, folder: Path) -> tuple[str, bool]:
+    """Prints the output of pytest; returns its last words, and if the tests passed."""
+    compiled = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / "build" / "jax")}
+    tests = subprocess.Popen(
         [
-            *(*command, "-m", "not slow", *folders),
-            *(f"--ignore={name}" for name in IGNORED),
+            *(str(row.interpreter), "-m", "pytest", "-q", *suite.arguments),
+            *("-m", suite.marked, "tests"),
         ],
         cwd=folder,
+        env={**os.environ, **compiled, **suite.environment},
         text=True,
         stdout=subprocess.PIPE,
-        check=False,
     )
-    print(done.stdout)
-    outcome = done.stdout.strip().splitlines()[-1].strip("= ").partition(" in ")[0]
-    cells = [row.name, row.python, *versions(row.lock.read_text(), SHOWN), outcome]
-    return f"| {' | '.join(cells)} | {time.monotonic() - begin:.0f} |"
+    line = ""
+    with tests:
+        for line in tests.stdout or ():
+            print(line, end="", flush=True)
+    return line.strip("= \n").partition(" in ")[0], tests.returncode == 0
 
 
 def find_python(version: str) -> str | None:
-    """Returns a Python of a version: on the path, or of pyenv; None for none."""
-    places = [f"python{version}"]
-    places += sorted(
-        map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    )
-    for place in places:
-        command = [place, "-c", "import sys; print(sys.executable)"]
+    """Returns a Python of a version, on the path, of pyenv or this one; or None."""
+    pyenv = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+    program = "import sys; print(sys.executable, *sys.version_info[:2], sep='.')"
+    for place in (f"python{version}", *sorted(map(str, pyenv)), sys.executable):
+        command = [place, "-c", program]
         with suppress(OSError, subprocess.CalledProcessError):
             done = subprocess.run(command, check=True, capture_output=True, text=True)
-            return done.stdout.strip()
+            if done.stdout.strip().endswith(f".{version}"):
+                return done.stdout.strip().removesuffix(f".{version}")
     return None
 
 
-def install(row: Row, *, python: str) -> None:
-    """Creates the environment of a row, with the wheel of this checkout."""
+def install(row: Row) -> bool:
+    """Creates the environment of a row, unless it has these pins, and installs the
+    wheel of this checkout in it; returns False without its Python."""
+    python = find_python(row.python)
+    if python is None:
+        return False
     environment = row.interpreter.parents[1]
-    uv = str(UV)
+    installed = environment / row.lock.name
     wheels = BUILD / "wheel"
     shutil.rmtree(wheels, ignore_errors=True)
-    pip = [uv, "pip", "install", "--quiet", "--python", str(row.interpreter)]
-    for command in (
-        [uv, "venv", "--quiet", "--clear", "--python", python, str(environment)],
-        [*pip, "--require-hashes", "--requirement", str(row.lock)],
-        [uv, "build", "--quiet", "--wheel", "--no-build-isolation", "-o", str(wheels)],
-    ):
-        subprocess.run(command, cwd=ROOT, check=True)
-    subprocess.run([*pip, "--no-deps", *map(str, wheels.glob("*.whl"))], check=True)
+    pip = ["pip", "install", "--quiet", "--python", str(row.interpreter)]
+    if not installed.exists() or installed.read_bytes() != row.lock.read_bytes():
+        _uv("venv", "--quiet", "--clear", "--python", python, str(environment))
+        _uv(*pip, "--require-hashes", "--requirement", str(row.lock))
+        shutil.copy(row.lock, installed)
+    _uv("build", "--quiet", "--wheel", "--no-build-isolation", "-o", str(wheels))
+    (wheel,) = map(str, wheels.glob("*.whl"))
+    _uv(*pip, "--no-deps", "--no-index", "--reinstall", wheel)
+    compare = [sys.executable, "-m", "tests.repo.wheel_files", wheel]
+    subprocess.run(compare, cwd=ROOT, check=True)
+    return True
+
+
+def _uv(*arguments: str) -> None:
+    subprocess.run([UV, *arguments], cwd=ROOT, check=True)
 
 
 def versions(lock_text: str, names: Sequence[str]) -> list[str]:

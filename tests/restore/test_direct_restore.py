@@ -266,8 +266,12 @@ def test_restores_release_memory_files_and_threads(
 
         # jax may let go of one while the next one reads
         assert cost.extra_mib < 2 * 96 + 32
-    settle()
-    assert memory_mib([os.getpid()]) < rest + 48
+    for _ in range(50):  # the newest jax lets go of the last one later
+        settle()
+        if (left := memory_mib([os.getpid()])) < rest + 48:
+            break
+        time.sleep(0.1)
+    assert left < rest + 48
     assert files == len(list(Path("/proc/self/fd").iterdir()))
     assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
 

@@ -485,17 +485,19 @@ class RunSaver:
         )
         if writer.writer_count > 1:  # computed before the caller may change the tree
             writer.leaf_digests = self._copying.submit(source.leaf_digests)
-        save = self._submit(upload, writer, plan, known_base, meter)
-        # Snapshots run one after another: two that share the staging memory could
-        # each wait for memory that only the other's writes would free.
-        copying = self._copying.submit(snapshot.take)
-        if copies is None:
-            try:
+        save = None
+        try:
+            save = self._submit(upload, writer, plan, known_base, meter)
+            # Snapshots run one after another: two that share the staging memory could
+            # each wait for memory that only the other's writes would free.
+            copying = self._copying.submit(snapshot.take)
+            if copies is None:
                 copying.result()
-            except BaseException as e:  # Ctrl-C: the caller may change the tree now
-                slab_queue.fail(e)
+        except BaseException as e:  # Ctrl-C: the caller may change the tree now
+            slab_queue.fail(e)  # or a save that was queued would wait for its copies
+            if save is not None:
                 save.ignore_error()  # the caller gets it here
-                raise
+            raise
         return save, slab_queue
 
     def _submit(

@@ -274,21 +274,22 @@ def install(row: Row) -> bool:
     installed = environment / row.lock.name
     wheels = BUILD / "wheel"
     shutil.rmtree(wheels, ignore_errors=True)
-    pip = ["pip", "install", "--quiet", "--python", str(row.interpreter)]
+    # pip, unlike uv, has the settings of the machine, such as another package index
+    pip = [python, "-m", "pip", "--python", str(row.interpreter), "install", "--quiet"]
     if not installed.exists() or installed.read_bytes() != row.lock.read_bytes():
-        _uv("venv", "--quiet", "--clear", "--python", python, str(environment))
-        _uv(*pip, "--require-hashes", "--requirement", str(row.lock))
+        _do(python, "-m", "venv", "--clear", "--without-pip", str(environment))
+        _do(*pip, "--no-deps", "--require-hashes", "--requirement", str(row.lock))
         shutil.copy(row.lock, installed)
-    _uv("build", "--quiet", "--wheel", "--no-build-isolation", "-o", str(wheels))
+    build = ["build", "--quiet", "--wheel", "--no-build-isolation", "-o", str(wheels)]
+    _do(str(UV), *build)
     (wheel,) = map(str, wheels.glob("*.whl"))
-    _uv(*pip, "--no-deps", "--no-index", "--reinstall", wheel)
-    compare = [sys.executable, "-m", "tests.repo.wheel_files", wheel]
-    subprocess.run(compare, cwd=ROOT, check=True)
+    _do(*pip, "--no-deps", "--no-index", "--force-reinstall", wheel)
+    _do(sys.executable, "-m", "tests.repo.wheel_files", wheel)
     return True
 
 
-def _uv(*arguments: str) -> None:
-    subprocess.run([UV, *arguments], cwd=ROOT, check=True)
+def _do(*command: str) -> None:
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def versions(lock_text: str, names: Sequence[str]) -> list[str]:

@@ -367,11 +367,7 @@ class Loop:
                 f"{shown(data)}"
             )
         self._has_data = data is not None
-        from storesvc_client._pytree.restore_target import (
-            is_function,
-            make_target,
-            without_values,
-        )
+        from storesvc_client._pytree.restore_target import is_function, make_target
 
         if init is None:
             raise self._no_state("None")
@@ -388,17 +384,27 @@ class Loop:
                     reason=e.reason,
                     metadata=e.metadata,
                 ) from None
-            self._announce("no checkpoint yet; starts from the initial state at step 0")
-            self._due.note_save()
-            self._taken.note(0, self._decisions)
-            state = init() if is_function(init) else init
-            if state is None:
-                raise self._no_state("a function that returns None") from None
-            self._initial = without_values(state)
-            return state, 0
+            return self._start_new(init), 0
         like = make_target(init) if is_function(init) else init
         if like is None:  # which would restore any tree
             raise self._no_state("a function that returns None")
+        return self._resume(like, data, on_damage)
+
+    def _start_new(self, init: Any) -> Any:
+        """Returns the initial state of a run without a checkpoint."""
+        from storesvc_client._pytree.restore_target import is_function, without_values
+
+        self._announce("no checkpoint yet; starts from the initial state at step 0")
+        self._due.note_save()
+        self._taken.note(0, self._decisions)
+        state = init() if is_function(init) else init
+        if state is None:
+            raise self._no_state("a function that returns None") from None
+        self._initial = without_values(state)
+        return state
+
+    def _resume(self, like: Any, data: object, on_damage: OnDamaged) -> tuple[Any, int]:
+        """Restores the newest checkpoint; returns its state and the step after it."""
         modules = _find_modules(like)
         request, prepare = RestoreRequest(like=like), None
         if modules is not None:

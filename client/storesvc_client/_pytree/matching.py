@@ -8,7 +8,7 @@ after ``layers["10"]``, so they are rejected as different. The type of the conta
 Matching reads no data and decides no placement. All differences are reported at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -133,66 +133,86 @@ def match_like(
         if keeping
         else ([], [_absence(tree, leaf) for leaf in missing])
     )
-    wanted, unfit, castable = [], [], []
+    wanted, unfit = [], []
     for key, row in selected.items():
-        unfit.append(key)  # until it fits
-        saved = tree.leaves[row]
         leaf = by_key.get(key)
-        if leaf is None:
-            problems.append(
-                f"leaf {key!r}: in the checkpoint {_signature(saved)}, not "
-                "in the target"
-            )
-            continue
-        found = signature(leaf.value)
-        if found and not _fits(saved, found, cast) and _fits(saved, found, LIKE):
-            castable.append(key)
-        if isinstance(leaf.value, jax.core.Tracer):
-            tracer = tracer_text(leaf.value)
-            problems.append(
-                f"leaf {key!r}: expected an array, got {tracer}: call restore outside "
-                "jit"
-            )
-        elif found is None or not _fits(saved, found, cast):
-            problems.append(
-                f"leaf {key!r}: in the checkpoint {_signature(saved)}, in the target "
-                f"{_describe(leaf)}"
-            )
-        elif not _same_path(saved, leaf, has_text_keys=has_text_keys):
-            problems.append(
-                f"leaf {key!r}: in the checkpoint the path "
-                f"{path_text(leaf_path(saved))}, in the target {leaf.path}; a number "
-                "and its text are different keys"
-            )
+        found = _match_leaf(tree, row, leaf, cast, has_text_keys=has_text_keys)
+        if isinstance(found, Wanted):
+            wanted.append(found)
         else:
-            # an integer comes back in the form in which it was saved
-            unfit.pop()
-            is_encoded = not ENCODED_KINDS.isdisjoint({saved.kind, found.kind})
-            form: Leaf | Signature = saved if is_encoded else found
-            wanted.append(
-                Wanted(row, form.kind, _cast_dtype(form, cast), value=leaf.value)
-            )
-
+            problems.append(f"leaf {key!r}: {found}")
+            unfit.append(key)
     places = selected | {leaf.key: own.row for leaf, own in kept}
 
     def build(values: dict[int, Any]) -> Any:
         return jax.tree.unflatten(treedef, [values[places[x.key]] for x in named])
 
-    fitting = selected.keys() - unfit | set(castable)
-    lacking = [leaf for leaf in named if leaf.key not in fitting]
     advice = ""
-    if fitting and not any(map(_no_value, lacking)):
-        patterns = find_patterns(tree.by_key, fitting)
-        options = {
-            "cast": LIKE if castable else None,
-            "select": patterns if len(fitting) < len(selected) else None,
-            "missing": "keep" if lacking and not keeping else None,
-        }
-        advice = _advice({name: x for name, x in options.items() if x is not None})
+    if problems:
+        advice = _advise(tree, named, selected, unfit, cast, keeping=keeping)
     return Match(wanted, build, problems, kept, advice, unfit)
 
 
-def _advice(options: dict[str, Any]) -> str:
+def _match_leaf(
+    tree: Tree,
+    row: int,
+    leaf: NamedLeaf | None,
+    cast: str | None,
+    *,
+    has_text_keys: bool,
+) -> Wanted | str:
+    """Returns what a restore returns for a row, given the leaf of ``like`` with its
+    key; or how they differ."""
+    saved = tree.leaves[row]
+    if leaf is None:
+        return f"in the checkpoint {_signature(saved)}, not in the target"
+    found = signature(leaf.value)
+    if isinstance(leaf.value, jax.core.Tracer):
+        tracer = tracer_text(leaf.value)
+        return f"expected an array, got {tracer}: call restore outside jit"
+    if found is None or not _fits(saved, found, cast):
+        return f"in the checkpoint {_signature(saved)}, in the target {_describe(leaf)}"
+    if not _same_path(saved, leaf, has_text_keys=has_text_keys):
+        return (
+            f"in the checkpoint the path {path_text(leaf_path(saved))}, in the target "
+            f"{leaf.path}; a number and its text are different keys"
+        )
+    # an integer comes back in the form in which it was saved
+    is_encoded = not ENCODED_KINDS.isdisjoint({saved.kind, found.kind})
+    form: Leaf | Signature = saved if is_encoded else found
+    return Wanted(row, form.kind, _cast_dtype(form, cast), value=leaf.value)
+
+
+def _advise(
+    tree: Tree,
+    named: Sequence[NamedLeaf],
+    selected: Mapping[str, int],
+    unfit: Sequence[str],
+    cast: str | None,
+    *,
+    keeping: bool,
+) -> str:
+    """Returns the options that would accept the differences, as a part of a message;
+    "" if there are none, or they are too long to be read."""
+    found = {leaf.key: signature(leaf.value) for leaf in named}
+    castable = {
+        key
+        for key in unfit
+        if (own := found.get(key))
+        and not _fits(tree.leaves[selected[key]], own, cast)
+        and _fits(tree.leaves[selected[key]], own, LIKE)
+    }
+    fitting = selected.keys() - unfit | castable
+    lacking = [leaf for leaf in named if leaf.key not in fitting]
+    if not fitting or any(map(_no_value, lacking)):
+        return ""
+    options: dict[str, Any] = {}
+    if castable:
+        options["cast"] = LIKE
+    if len(fitting) < len(selected):
+        options["select"] = find_patterns(tree.by_key, fitting)
+    if lacking and not keeping:
+        options["missing"] = "keep"
     added = ", ".join(f"{name}={value!r}" for name, value in options.items())
     what = "only what like= has" if [*options] == ["select"] else "what fits"
     text = f"; to restore {what}, pass {added}"

@@ -37,7 +37,14 @@ from storesvc_client._chunks.memory import allocate, collector_paused
 from storesvc_client._items.values import Container, decode_value
 from storesvc_client._job.assignment import Holders
 from storesvc_client._pytree.leaves import list_problems
-from storesvc_client._pytree.matching import LIKE, Build, Wanted, match_all, match_like
+from storesvc_client._pytree.matching import (
+    LIKE,
+    Build,
+    Match,
+    Wanted,
+    match_all,
+    match_like,
+)
 from storesvc_client._pytree.partition_rules import (
     RECORDED,
     Partitioner,
@@ -285,6 +292,28 @@ class _PendingLeaf:
     """The whole leaf, after it arrived."""
 
 
+def _decide_placements(
+    tree: Tree, match: Match, placer: Placer
+) -> tuple[list[_PendingLeaf], dict[int, Any], Sequence[str]]:
+    """Returns the placements of matched leaves, the values that are kept, by row, and
+    the problems of one kind: of the match, or else of the placements."""
+    pending, kept, problems = list[_PendingLeaf](), dict[int, Any](), list[str]()
+    if match.problems:
+        return pending, kept, match.problems
+    for wanted in match.wanted:
+        leaf = tree.leaves[wanted.row]
+        try:
+            pending.append(_PendingLeaf(wanted, leaf, placer.placement(leaf, wanted)))
+        except ValueError as e:
+            problems.append(f"leaf {leaf.key!r}: {e}")
+    for leaf, wanted in () if problems else match.kept:
+        try:
+            kept[wanted.row] = placer.kept_value(leaf, wanted)
+        except ValueError as e:
+            problems.append(f"leaf {leaf.key!r}: {e}")
+    return pending, kept, problems
+
+
 class Target:
     """The leaves that a restore returns, and the parts that have arrived."""
 
@@ -345,21 +374,7 @@ class Target:
                 keeping=keeping,
                 has_text_keys=has_text_keys,
             )
-        problems = list(match.problems)
-        pending, kept = [], {}
-        for wanted in () if problems else match.wanted:
-            leaf = tree.leaves[wanted.row]
-            try:
-                pending.append(
-                    _PendingLeaf(wanted, leaf, placer.placement(leaf, wanted))
-                )
-            except ValueError as e:
-                problems.append(f"leaf {leaf.key!r}: {e}")
-        for leaf, wanted in () if problems else match.kept:
-            try:
-                kept[wanted.row] = placer.kept_value(leaf, wanted)
-            except ValueError as e:
-                problems.append(f"leaf {leaf.key!r}: {e}")
+        pending, kept, problems = _decide_placements(tree, match, placer)
         if problems:
             raise MismatchError(
                 f"{name} does not fit the target: {list_problems(problems)}"

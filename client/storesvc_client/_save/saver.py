@@ -282,10 +282,6 @@ class RunSaver:
         is sent, are raised here, and nothing is saved. Once another process has left
         the training loop of ``loop`` before it, the save fails.
         """
-        from storesvc_client._pytree.save_plan import Planner, with_items
-        from storesvc_client._save.items import ItemExchange, checked_items, items_alone
-        from storesvc_client._save.writers import checked_description
-
         place = f"save to {self.name}"
         checked_distributed(place, request.distributed)
         number = checked_step(self.name, request.step)
@@ -295,47 +291,7 @@ class RunSaver:
             check_not_over(f"save of {self.name}@{number}")
             self._connection.check_open()
             request.check(place)
-            snapshot, if_busy = request.snapshot, request.if_busy
-            assert snapshot is not None  # as checked
-            assert if_busy is not None
-            base = request.base
-            description = checked_description(
-                self._name,
-                number,
-                metrics=request.metrics,
-                labels=request.labels,
-                base=None if base is None else self._stub.checkpoint_name(base),
-                lease=request.distributed.lease,
-            )
-            own_items = checked_items(place, request.items)
-            exchange = None
-            if joint is not None:
-                exchange = ItemExchange(joint, f"save of {description}", own_items)
-            meter = Meter("save", str(description), request.progress)
-            with self._lock:
-                with meter.phase("await previous"):
-                    self._make_way(if_busy, must_end=snapshot == "none")
-                # one for saves by this process alone, and one for joint saves
-                planner = self._planners.setdefault(
-                    joint is None, Planner(joint.job if joint else None)
-                )
-                with meter.phase("plan"):
-                    plan, values = planner.plan(request.tree, request.document)
-                if check is not None:
-                    check(plan)
-                rows = items_alone(own_items)
-                if exchange is not None:
-                    rows = _agree_items(exchange, description, meter)
-                whole, values = with_items(plan, values, rows)
-                save, slab_queue = self._start(
-                    _new_writer(self._connection, description, whole, meter, joint),
-                    plan,
-                    whole,
-                    values,
-                    snapshot,
-                    meter,
-                )
-                self._under_way.append(save)
+            started = self._plan_and_start(request, number, joint, check)
         except BaseException as e:
             if joint is not None:  # the other processes are about to begin it
                 joint.fail(e)
@@ -347,7 +303,8 @@ class RunSaver:
                 self._send_unbegun(number, e.error, process=joint.job.index)
                 return PendingSave.failed(f"{self.name}@{number}", number, e.error)
             raise
-        if snapshot == "none":
+        save, slab_queue, meter = started
+        if request.snapshot == "none":
             try:
                 save.wait()
             except BaseException as e:  # Ctrl-C: stop the threads that read the tree
@@ -356,6 +313,54 @@ class RunSaver:
                 raise
         meter.release()
         return save
+
+    def _plan_and_start(
+        self,
+        request: SaveRequest,
+        step: int,
+        joint: "JointSave | None",
+        check: "Callable[[Plan], None] | None",
+    ) -> "tuple[PendingSave, SlabQueue, Meter]":
+        """Waits for its turn, plans a save and starts it; see ``begin``."""
+        from storesvc_client._pytree.save_plan import Planner, with_items
+        from storesvc_client._save.items import ItemExchange, checked_items, items_alone
+        from storesvc_client._save.writers import checked_description
+
+        snapshot, if_busy, base = request.snapshot, request.if_busy, request.base
+        assert snapshot is not None  # as checked
+        assert if_busy is not None
+        description = checked_description(
+            self._name,
+            step,
+            metrics=request.metrics,
+            labels=request.labels,
+            base=None if base is None else self._stub.checkpoint_name(base),
+            lease=request.distributed.lease,
+        )
+        own_items = checked_items(f"save to {self.name}", request.items)
+        exchange = None
+        if joint is not None:
+            exchange = ItemExchange(joint, f"save of {description}", own_items)
+        meter = Meter("save", str(description), request.progress)
+        with self._lock:
+            with meter.phase("await previous"):
+                self._make_way(if_busy, must_end=snapshot == "none")
+            # one for saves by this process alone, and one for joint saves
+            planner = self._planners.setdefault(
+                joint is None, Planner(joint.job if joint else None)
+            )
+            with meter.phase("plan"):
+                plan, values = planner.plan(request.tree, request.document)
+            if check is not None:
+                check(plan)
+            rows = items_alone(own_items)
+            if exchange is not None:
+                rows = _agree_items(exchange, description, meter)
+            whole, values = with_items(plan, values, rows)
+            writer = _new_writer(self._connection, description, whole, meter, joint)
+            save, slab_queue = self._start(writer, plan, whole, values, snapshot, meter)
+            self._under_way.append(save)
+        return save, slab_queue, meter
 
     def wait(self) -> None:
         """Waits for the saves in the background.

@@ -34,7 +34,7 @@ from storesvc_client._api.groups import (
     update_checkpoint,
 )
 from storesvc_client._chunks.buffers import Buffer
-from storesvc_client._chunks.memory import Bytes
+from storesvc_client._chunks.memory import Bytes, cut_batches
 from storesvc_client._chunks.slabs import FilledSlab, Slab, cut_slabs
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import CheckpointReader, read_checkpoint
@@ -270,7 +270,8 @@ class CheckpointFiller:
         # The reader's own buffers are as large as the window.
         limit = slab_queue.budget_bytes // (READING_SHARE - 1)
         with self._reader.hold():
-            for window in _windows(self._slabs, is_wanted, limit):
+            wanted_slabs = _list_wanted(self._slabs, is_wanted)
+            for window in cut_batches(wanted_slabs, lambda one: one[0].size, limit):
                 filled: list[FilledSlab] = []
                 for slab, wanted in window:
                     with meter.phase("wait"):
@@ -346,24 +347,12 @@ def make_bytes_tree(tree: Tree) -> Tree:
     return Tree(tuple(rows))
 
 
-def _windows(
-    slabs: Sequence[Slab],
-    is_wanted: "np.ndarray[tuple[int], np.dtype[np.bool_]]",
-    limit: int,
-) -> Iterator[list[tuple[Slab, list[int]]]]:
-    """Yields the slabs with wanted chunks, and these chunks, in windows of at most
-    `limit` bytes, or one larger slab."""
-    window: list[tuple[Slab, list[int]]] = []
-    size = 0
+def _list_wanted(
+    slabs: Sequence[Slab], is_wanted: "np.ndarray[tuple[int], np.dtype[np.bool_]]"
+) -> Iterator[tuple[Slab, list[int]]]:
+    """Yields the slabs with wanted chunks, and these chunks."""
     for slab in slabs:
         stop = slab.first + len(slab.sizes)
         wanted = (slab.first + np.flatnonzero(is_wanted[slab.first : stop])).tolist()
-        if not wanted:
-            continue
-        if window and size + slab.size > limit:
-            yield window
-            window, size = [], 0
-        window.append((slab, wanted))
-        size += slab.size
-    if window:
-        yield window
+        if wanted:
+            yield slab, wanted

@@ -16,6 +16,8 @@ array is collected, and never before. Free blocks are bounded and unmapped after
 time; in the meantime the kernel may take their pages when memory is short
 (``MADV_FREE``).
 
+``cut_batches`` bounds what is read at a time where nothing waits for memory.
+
 ``collector_paused`` pauses Python's garbage collector while many long-lived objects are
 created. The collector traverses all objects whenever their number has grown by a
 quarter: for a tree of 100,000 leaves that takes longer than creating them. The last
@@ -32,10 +34,10 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +63,25 @@ STREAM_BYTES: Final = 2 * BATCH_BYTES
 
 MIN_BUDGET_BYTES: Final = STREAM_BYTES
 """Smallest staging memory of a client."""
+
+
+T = TypeVar("T")
+
+
+def cut_batches(
+    things: Iterable[T], size_bytes: Callable[[T], int], limit_bytes: int
+) -> Iterator[list[T]]:
+    """Cuts things into batches of at most a number of bytes, or of one larger thing."""
+    batch, held = list[T](), 0
+    for thing in things:
+        size = size_bytes(thing)
+        if batch and held + size > limit_bytes:
+            yield batch
+            batch, held = [], 0
+        batch.append(thing)
+        held += size
+    if batch:
+        yield batch
 
 
 class BufferPool:

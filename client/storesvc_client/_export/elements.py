@@ -51,6 +51,7 @@ from storesvc.format.trees import Leaf, Tree
 from storesvc.storage.location import Storage
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffers import Buffer
+from storesvc_client._chunks.memory import cut_batches
 from storesvc_client._export.target import OpenTarget
 from storesvc_client._items.values import Container
 from storesvc_client._telemetry.progress import Meter
@@ -361,8 +362,12 @@ def read_in_order(
     source: Source, pieces: Iterable[Piece], meter: Meter
 ) -> Iterator[NDArray[Any]]:
     """Yields the elements of distinct pieces, none empty; reads ahead by one batch."""
+
+    def size_bytes(piece: Piece) -> int:
+        return piece.size_bytes(source.tree.grids[piece.row].itemsize)
+
     with Threads(1, "storesvc-export") as reader:
-        batches = _batches(source, pieces)
+        batches = cut_batches(pieces, size_bytes, WINDOW_BYTES)
         batch = next(batches, None)
         reading = reader.submit(_read, source, batch, meter) if batch else None
         while reading is not None:
@@ -371,21 +376,6 @@ def read_in_order(
             reading = reader.submit(_read, source, batch, meter) if batch else None
             for piece in pieces_read or ():
                 yield arrays.pop(piece)
-
-
-def _batches(source: Source, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Cuts pieces into batches of at most ``WINDOW_BYTES``, or one larger piece."""
-    batch: list[Piece] = []
-    held = 0
-    for piece in pieces:
-        size = piece.size_bytes(source.tree.grids[piece.row].itemsize)
-        if batch and held + size > WINDOW_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(piece)
-        held += size
-    if batch:
-        yield batch
 
 
 def _read(

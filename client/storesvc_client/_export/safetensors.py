@@ -51,6 +51,7 @@ from storesvc.format.dtypes import DTYPES, is_floating
 from storesvc.format.grids import Region
 from storesvc.format.keys import split_key
 from storesvc.format.trees import Leaf
+from storesvc_client._chunks.memory import cut_batches
 from storesvc_client._export.elements import (
     TRANSPOSED_BYTES,
     WINDOW_BYTES,
@@ -452,22 +453,6 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
 
 
-def cut_into_shards(
-    tensors: Sequence[Tensor], max_shard_bytes: int
-) -> list[list[Tensor]]:
-    """Returns the tensors of each shard, in their order; a tensor that is larger than
-    the maximum has a shard of its own."""
-    shards: list[list[Tensor]] = [[]]
-    held = 0
-    for tensor in tensors:
-        if shards[-1] and held + tensor.size_bytes > max_shard_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(tensor)
-        held += tensor.size_bytes
-    return shards
-
-
 def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors of a file in the order of their elements: widest elements
     first, so that each begins at a multiple of its itemsize."""
@@ -564,7 +549,9 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
             f"maximum of a shard, for one file, got {size}; give a folder as the target"
         )
     limit = max_shard_bytes or MAX_SHARD_BYTES
-    parts = [tensors] if single else cut_into_shards(tensors, limit)
+    parts: Sequence[Sequence[Tensor]] = [tensors]
+    if tensors and not single:
+        parts = [*cut_batches(tensors, lambda tensor: tensor.size_bytes, limit)]
     shards = _shards(source, [single] if single else shard_names(len(parts)), parts)
     final = single or (SINGLE if len(shards) == 1 else INDEX)
     for name in (final,) if single else (SINGLE, INDEX):

@@ -16,14 +16,13 @@ compared with the manifest. A wrong byte cannot reach the caller, because of the
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 
 from storesvc.format.checksums import crc32c
-from storesvc.format.chunks import I64
 from storesvc.format.dtypes import CHECKSUM_BYTES, DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
@@ -79,29 +78,6 @@ class ChunkSource(Protocol):
         Raises:
             StoreError: A chunk could not be read.
         """
-
-
-def cut_batches(
-    numbers: Iterable[int], sizes: Sequence[int] | I64, limit: int
-) -> Iterator[list[int]]:
-    """Cuts chunks, or rows, into batches that are read at a time: of at most a number
-    of bytes, or of one larger one.
-
-    Args:
-        numbers: The chunks or rows, in order.
-        sizes: Bytes of each chunk or row of the tree.
-        limit: Maximum bytes of a batch.
-    """
-    batch, held = list[int](), 0
-    for number in numbers:
-        size = int(sizes[number])
-        if batch and held + size > limit:
-            yield batch
-            batch, held = [], 0
-        batch.append(number)
-        held += size
-    if batch:
-        yield batch
 
 
 class Assembly:

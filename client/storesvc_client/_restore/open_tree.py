@@ -17,7 +17,7 @@ from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffers import Buffer, Bytes
-from storesvc_client._chunks.memory import collector_paused
+from storesvc_client._chunks.memory import collector_paused, cut_batches
 from storesvc_client._items.values import (
     CONTAINERS,
     TUPLE,
@@ -25,7 +25,7 @@ from storesvc_client._items.values import (
     unpack_containers,
 )
 from storesvc_client._job.job import Job
-from storesvc_client._restore.assembly import Assembly, ChunkSource, cut_batches
+from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.items import Items
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import (
@@ -134,8 +134,10 @@ class TreeReader:
             (arrays[buffer.row],) = buffer.arrays
 
         with self.hold():
-            sizes = [grid.leaf_bytes for grid in tree.grids]
-            for batch in cut_batches(rows, sizes, READ_AT_ONCE_BYTES):
+            batches = cut_batches(
+                rows, lambda row: tree.grids[row].leaf_bytes, READ_AT_ONCE_BYTES
+            )
+            for batch in batches:
                 self.read_regions(
                     [(row, [whole(tree.leaves[row].shape)]) for row in batch], keep
                 )

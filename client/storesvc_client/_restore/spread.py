@@ -46,10 +46,10 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffers import Buffer, Bytes
-from storesvc_client._chunks.memory import allocate
+from storesvc_client._chunks.memory import allocate, cut_batches
 from storesvc_client._job.assignment import Holders, assign_chunks, needers_of_chunks
 from storesvc_client._job.job import Job, process_name
-from storesvc_client._restore.assembly import Assembly, ChunkSource, cut_batches
+from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES
 from storesvc_client.errors import PeerFailedError, UnavailableError
 
@@ -466,8 +466,8 @@ class PeerSource:
     ) -> Iterator[Bytes]:
         """Yields the stored bytes of the chunks of an exchange one after another;
         takes the elements of each of their batches."""
-        sizes = self._manifest.tree.stored_lengths
-        for batch in cut_batches(chunks, sizes, BATCH_BYTES):
+        stored_bytes = self._manifest.tree.stored_lengths.item
+        for batch in cut_batches(chunks, stored_bytes, BATCH_BYTES):
             found = next(elements, None)
             if found is None or self._error is not None:
                 return
@@ -482,13 +482,15 @@ class PeerSource:
     ) -> Generator[dict[int, Bytes]]:
         """Yields the elements of all batches that this process sends; reads the next
         batch while one is used, also that of the next exchange."""
-        sizes = self._manifest.tree.stored_lengths
+        stored_bytes = self._manifest.tree.stored_lengths.item
         batches = deque(
             batch
             for stage in stages
             for each in stage.exchanges
             for batch in cut_batches(
-                each.chunks[each.processes.index(self._job.index)], sizes, BATCH_BYTES
+                each.chunks[each.processes.index(self._job.index)],
+                stored_bytes,
+                BATCH_BYTES,
             )
         )
         coming: deque[Future[dict[int, Bytes]]] = deque()

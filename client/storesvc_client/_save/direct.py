@@ -310,18 +310,11 @@ class _InFlightBudget:
             self._assembling.discard(threading.get_ident())
             self._changed.notify_all()
 
-    def give_back(self) -> None:
-        """Gives back what this thread has taken."""
-        with self._changed:
-            del self._taken[threading.get_ident()]
-            self._assembling.discard(threading.get_ident())
-            self._changed.notify_all()
-
     def _is_free(self, size_bytes: int) -> bool:
         if len(self._assembling) >= FILE_THREADS:
             return False
         used_bytes = sum(self._taken.values())
-        return not self._taken or used_bytes + size_bytes <= self._limit_bytes
+        return not used_bytes or used_bytes + size_bytes <= self._limit_bytes
 
 
 class BucketPool:
@@ -354,7 +347,7 @@ class BucketPool:
         try:
             yield
         finally:
-            self._budget.give_back()
+            self._budget.keep(0)
 
     @contextmanager
     def create(self, name: str) -> Generator[NewFile]:

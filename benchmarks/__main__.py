@@ -11,6 +11,7 @@ from benchmarks.speed.works import WORKS
 OTHERS: Final = {
     "catalogue": "lists of many checkpoints and runs",
     "chain": "the requests of a save to a bucket that wait for one another",
+    "changes": "saves on a base and without one, of leaves that all change",
     "device": "saves from an accelerator, restores to it, its link",
     "flips": "one flipped bit, and who notices",
     "identity": "calls and saves with a token, a policy, an audit log, and without",

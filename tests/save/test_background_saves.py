@@ -651,7 +651,10 @@ def test_what_lies_on_other_devices_is_copied_as_what_lies_on_the_host() -> None
         near.copy(ordinal, copies[0])
         far.copy(ordinal, copies[1])
         assert copies[0].tobytes() == copies[1].tobytes()
-        assert near.digest(ordinal) == far.digest(ordinal)
+        read = [source.in_order(ordinal) for source in (near, far)]
+        if None not in read:
+            assert [copies[0].tobytes()] * 2 == [b"".join(r or ()) for r in read]
+        assert read.count(None) in (0, 2)
 
 
 def test_values_that_cannot_be_stored_are_rejected_in_a_known_form_too() -> None:

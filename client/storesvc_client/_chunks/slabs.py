@@ -9,7 +9,7 @@ The checksums of chunks are computed while their bytes are sent, so that memory 
 once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -143,11 +143,13 @@ class FilledSlab:
         """Stored size of the wanted chunks, in bytes."""
         return sum(size + CHECKSUM_BYTES for _, _, size in self._wanted_rows())
 
-    def sum_up(self, sums: SumsInProgress, meter: Meter) -> None:
-        """Computes the checksums of the wanted chunks."""
+    def sum_up(
+        self, sums: SumsInProgress, meter: Meter, chunks: Container[int]
+    ) -> None:
+        """Computes the checksums of the wanted chunks that are in `chunks`."""
         with meter.phase("digest"):
             for ordinal, at, size in self._wanted_rows():
-                if sums.knows(ordinal):
+                if sums.knows(ordinal) or ordinal not in chunks:
                     continue
                 summing = ChunkHasher()
                 for piece in _pieces(self._runs(ordinal, at, size)):
@@ -160,7 +162,7 @@ class FilledSlab:
         """Yields each wanted chunk in stored form: ordinal, size in bytes, and its
         parts; computes the checksums while the parts are consumed."""
         if len(self.wanted) * PIECE_BYTES > self.slab.size:  # small chunks: one pass
-            self.sum_up(sums, meter)
+            self.sum_up(sums, meter, self.wanted)
         for ordinal, at, size in self._wanted_rows():
             runs = self._runs(ordinal, at, size)
             parts = self._parts(ordinal, runs, sums, meter)

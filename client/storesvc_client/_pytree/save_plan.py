@@ -21,7 +21,7 @@ import numpy as np
 from jax.tree_util import DictKey, tree_flatten_with_path
 from numpy.typing import NDArray
 
-from storesvc.format.checksums import DIGEST_BYTES, Hasher, digest
+from storesvc.format.checksums import DIGEST_BYTES, digest
 from storesvc.format.chunks import I64
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
@@ -464,17 +464,8 @@ class TreeSource:
         """
         if self._plan.is_remote:
             return None
-        found = self._in_order(ordinal)
+        found = self.in_order(ordinal)
         return found if found is not None and self._cache.is_own else None
-
-    def digest(self, ordinal: int) -> bytes | None:
-        """Returns the digest of a chunk if it can be computed without a copy."""
-        spans, summing = self._in_order(ordinal), Hasher()
-        if spans is None:
-            return None
-        for span in spans:
-            summing.add(span.data)
-        return summing.digest
 
     def leaf_digests(self) -> bytes:
         """Returns the digests of the leaves that other processes hold, too.
@@ -503,7 +494,8 @@ class TreeSource:
             return value.addressable_data(0)  # it is replicated
         return value
 
-    def _in_order(self, ordinal: int) -> "Sequence[Bytes] | None":
+    def in_order(self, ordinal: int) -> "Sequence[Bytes] | None":
+        """Returns the elements of a chunk if they can be read without a copy."""
         row, within = self.tree.locate(ordinal)
         pieces = self._plan.leaves[row].layout.contiguous_pieces(within)
         if pieces is None:

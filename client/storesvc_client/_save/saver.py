@@ -269,6 +269,8 @@ class RunSaver:
         """Saves whose errors may not have been observed, oldest first."""
         self._planners: dict[bool, Planner] = {}
         self._last_saved: tuple[Plan, SaveResult] | None = None
+        self._reused: frozenset[str] = frozenset()
+        """Keys of the leaves of which the last save reused chunks."""
 
     def begin(
         self,
@@ -486,7 +488,13 @@ class RunSaver:
             copies = copy_on_devices(values, mode)
         source = TreeSource(whole, values if copies is None else copies)
         snapshot = Snapshot(
-            source, whole.slabs, slab_queue, known, meter, is_lent=is_lent
+            source,
+            whole.slabs,
+            slab_queue,
+            known,
+            meter,
+            probes=upload.probes,
+            is_lent=is_lent,
         )
         if writer.writer_count > 1:  # computed before the caller may change the tree
             writer.leaf_digests = self._copying.submit(source.leaf_digests)
@@ -513,7 +521,7 @@ class RunSaver:
 
         def write() -> None:
             self._last_saved = None  # outdated if this save fails
-            upload.write(base)
+            upload.write(base, self._reused)
 
         name, step = str(writer.described), writer.described.step
 
@@ -558,7 +566,7 @@ class RunSaver:
             with meter, upload.named():
                 await_written()
                 saved = upload.commit()
-                self._last_saved = plan, saved
+                self._last_saved, self._reused = (plan, saved), saved.reused
         except BaseException as e:
             telemetry.save_failed(e, measured())
             clear_variables(e)
@@ -585,6 +593,7 @@ class RunSaver:
             return None, ""
         known = BaseSums(
             sums=saved.sums,
+            probes=saved.probes,
             count=plan.tree.chunk_count,
             reusable=partial(upload.reusable, saved.sums),
             ask=upload.ask,

@@ -1,8 +1,10 @@
 """Copies the bytes of a tree to host memory while the caller of ``save`` waits.
 
 Only this step blocks the training loop. Chunks whose digest equals the base's are not
-copied. While the caller still waits, the store is asked whether they can be reused; if
-it answers no, or late, they are copied after all.
+copied. A digest reads the whole chunk, so it is only computed if the probe, a checksum
+of the first bytes, is equal, too: a step that changes all leaves pays for probes only.
+While the caller still waits, the store is asked whether the equal chunks can be reused;
+if it answers no, or late, they are copied after all.
 
 ``SlabQueue``: the snapshot puts filled slabs into a queue and ends it; writers take
 them. When the snapshot waits for memory and there is nothing to take, waiting writers
@@ -21,16 +23,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from itertools import chain, islice
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from storesvc.format.checksums import Hasher, crc32c
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
@@ -364,7 +367,7 @@ class SumsAhead:
     def _work(self) -> None:
         while filled := self._slab_queue.take_ahead(lambda: self._is_stopped):
             try:
-                filled.sum_up(self._sums, self._meter)
+                filled.sum_up(self._sums, self._meter, filled.wanted)
             finally:
                 self._slab_queue.put_back(filled)
 
@@ -392,9 +395,27 @@ class Source(Protocol):
         """Returns the memory that already holds those elements in that form, one range
         after another; None if they must be copied."""
 
-    def digest(self, ordinal: int) -> bytes | None:
-        """Returns the digest of a chunk's elements; None if computing it requires a
-        copy."""
+    def in_order(self, ordinal: int) -> "Sequence[Bytes] | None":
+        """Returns those elements in that form, one range after another, in memory that
+        may change later; None if they must be copied."""
+
+
+Probes: TypeAlias = NDArray[np.uint32]
+"""Checksum of the first bytes of each chunk of a tree. Chunks whose probes differ are
+different; equal probes mean nothing. Unlike checksums they are never stored."""
+
+PROBE_BYTES: Final = 4096
+
+
+def _probe(spans: "Iterable[Bytes]") -> int:
+    """Returns the probe of a chunk's elements, one range after another."""
+    probe, left = 0, PROBE_BYTES
+    for span in spans:
+        some = span[:left]
+        probe, left = crc32c(some.data, probe), left - len(some)
+        if not left:
+            break
+    return probe
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -402,9 +423,10 @@ class BaseSums:
     """Checksums of the base, which chunks of the tree may still have."""
 
     sums: Sums
+    probes: Probes
     count: int
-    """Number of chunks, the first ones, that ``sums`` is of; the chunks after them are
-    of items, and the base has them under other numbers."""
+    """Number of chunks, the first ones, that these are of; the chunks after them are of
+    items, and the base has them under other numbers."""
     reusable: Callable[[I64], I64]
     """Returns the given chunks that the store holds with these checksums."""
     ask: Callable[[Sequence[int]], None]
@@ -423,11 +445,14 @@ class Snapshot:
         known: BaseSums | None,
         meter: Meter,
         *,
+        probes: Probes,
         is_lent: bool = False,
     ) -> None:
-        """Creates a snapshot; ``take`` copies. If `is_lent`, the source stays unchanged
-        until the save is stored, so that memory in stored form need not be copied."""
+        """Creates a snapshot; ``take`` copies, and fills in `probes`. If `is_lent`, the
+        source stays unchanged until the save is stored, so that memory in stored form
+        need not be copied."""
         self._is_lent = is_lent
+        self._probes = probes
         self._meter = meter
         self._source = source
         self._slabs = slabs
@@ -487,6 +512,8 @@ class Snapshot:
                     continue
                 lent = self._lent(slab)
                 if lent is not None:
+                    for ordinal in wanted:
+                        self._probes[ordinal] = _probe(lent[ordinal - slab.first])
                     self._slab_queue.put(FilledSlab(slab, wanted, None, lent))
                     continue
                 with self._meter.phase("wait"):
@@ -504,6 +531,10 @@ class Snapshot:
             for ordinal, at, size in slab.rows():
                 if ordinal in chosen:
                     self._source.copy(ordinal, buffer[at : at + size])
+                    self._probes[ordinal] = _probe([buffer[at : at + size]])
+            known = self._known
+            if known is not None:
+                known.ask([o for o in wanted if self._is_doubtful(known, o)])
         except BaseException:
             self._slab_queue.drop(buffer)
             raise
@@ -527,18 +558,33 @@ class Snapshot:
         ordinals = slab.ordinals
         if self._known is None:
             return ordinals
-        digests: NDArray[np.uint8] = self._known.sums.digests
-        count = self._known.count
-        made = {o: self._source.digest(o) if o < count else None for o in ordinals}
-        if None in made.values():
-            self._known.ask([o for o, digest in made.items() if digest is None])
-        same = [
-            o
-            for o, digest in made.items()
-            if digest is not None and digest == digests[o].tobytes()
-        ]
+        if slab.first >= self._known.count:
+            self._known.ask(ordinals)
+            return ordinals
+        same = [o for o in ordinals if self._is_same(self._known, o)]
         if not same:
             return ordinals
+        self._probes[same] = self._known.probes[same]
         with self._lock:
             self._unchanged += same
         return sorted(set(ordinals) - set(same))
+
+    def _is_same(self, known: BaseSums, ordinal: int) -> bool:
+        """Returns whether a chunk is equal to the base's, as far as that can be decided
+        without a copy."""
+        spans = self._source.in_order(ordinal)
+        if spans is None or _probe(spans) != known.probes[ordinal]:
+            return False
+        summing = Hasher()
+        for span in spans:
+            summing.add(span.data)
+        same: bool = summing.digest == known.sums.digests[ordinal].tobytes()
+        return same
+
+    def _is_doubtful(self, known: BaseSums, ordinal: int) -> bool:
+        """Returns whether a chunk that was copied may be equal to the base's."""
+        return (
+            ordinal < known.count
+            and self._probes[ordinal] == known.probes[ordinal]
+            and self._source.in_order(ordinal) is None
+        )

@@ -166,6 +166,8 @@ def transfer(
     slab_queue = SlabQueue(pool, is_open=True)
     writer = _TransferWriter(session.connection, description, plan.tree, meter)
     upload = Upload(session, writer, plan, slab_queue, meter)
+    if known is None:  # a step that was changed in part is stored only in part
+        upload.ask(plan.own)
     try:
         with (
             meter,

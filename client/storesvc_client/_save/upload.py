@@ -3,7 +3,8 @@
 While the snapshot fills the slab queue, ``Upload`` begins the upload and stores the
 slabs: directly if this process reaches the storage, else through the server. If the
 store may already hold chunks, their checksums are sent first, and then only the chunks
-that it lacks.
+that it lacks. If nothing is known about the base, one chunk of each leaf is asked for,
+and the others only if it was found.
 
 The order makes a checkpoint complete or absent:
 
@@ -14,7 +15,7 @@ The order makes a checkpoint complete or absent:
 """
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Container, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -30,10 +31,17 @@ from storesvc.format.chunks import I64, Sums, pack_sums
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import InvalidNameError, UploadName
 from storesvc.format.trees import Tree
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._save.chunk_streams import ChunkStreams
 from storesvc_client._save.direct import DirectWriter
-from storesvc_client._save.snapshot import SlabQueue, SumsAhead, WantedSlabs
+from storesvc_client._save.snapshot import (
+    SUM_THREADS,
+    Probes,
+    SlabQueue,
+    SumsAhead,
+    WantedSlabs,
+)
 from storesvc_client._save.writers import Writer
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
@@ -135,6 +143,10 @@ class SaveResult(NamedTuple):
     report: SaveReport
     sums: Sums
     """Checksums of all chunks."""
+    probes: Probes
+    """Probes of all chunks."""
+    reused: frozenset[str]
+    """Keys of the leaves with chunks that were not sent."""
 
 
 class Upload:
@@ -165,6 +177,10 @@ class Upload:
         self._reused = np.zeros(tree.chunk_count, np.bool_)
         self._asked = np.zeros(tree.chunk_count, np.bool_)
         """For each chunk, whether the store must be asked for it before it is sent."""
+        self._unsampled = np.zeros(len(tree.leaves), np.bool_)
+        """For each leaf, whether its next chunk decides if the others are asked for."""
+        self.probes: Probes = np.zeros(tree.chunk_count, np.uint32)
+        """Probes of all chunks, which the snapshot fills in."""
         self._begun: Future[api.Upload] = Future()
 
     @property
@@ -178,13 +194,14 @@ class Upload:
         except InvalidNameError:
             return ""
 
-    def write(self, known_base: str) -> None:
+    def write(self, known_base: str, reused: Container[str] = ()) -> None:
         """Stores the slabs of the queue and finishes the writer; retries through a
         restart of the server.
 
         Args:
             known_base: The checkpoint whose chunks the snapshot leaves out; "" if it
                 leaves out none.
+            reused: Keys of leaves whose chunks are likely to be in another base.
 
         Raises:
             StoreError: As the contract states for each call.
@@ -200,7 +217,7 @@ class Upload:
                 upload = self._writer.begin()
             self._begun.set_result(upload)
             with LeaseRenewer(self._stub, upload):
-                self._write(upload, known_base)
+                self._write(upload, known_base, reused)
         except BaseException as e:
             if not self._begun.done():  # the snapshot may be waiting for it
                 self._begun.set_exception(e)
@@ -241,7 +258,9 @@ class Upload:
             needs_like=self._needs_like,
             upload=self.id,
         )
-        return SaveResult(checkpoint, report, self._sums.result())
+        rows = np.unique(self._tree.locate_all(np.flatnonzero(self._reused))[0])
+        reused = frozenset(self._tree.leaves[row].key for row in rows.tolist())
+        return SaveResult(checkpoint, report, self._sums.result(), self.probes, reused)
 
     @contextmanager
     def named(self) -> Generator[None]:
@@ -272,7 +291,7 @@ class Upload:
             )
         except (StoreError, FutureTimeoutError):
             # Copied now, and asked about once more before they are sent.
-            self._asked[:] = True
+            self.ask(chunks)
             return np.empty(0, np.int64)
         return self._reuse_known(known, held)
 
@@ -309,14 +328,20 @@ class Upload:
                 if ends.left <= 0 or self._connection.waits.has_failed:
                     raise
 
-    def ask(self, chunks: Sequence[int]) -> None:
+    def ask(self, chunks: Sequence[int] | I64) -> None:
         """Marks chunks to ask the store about before they are sent."""
         self._asked[chunks] = True
 
-    def _write(self, upload: api.Upload, known_base: str) -> None:
+    def _write(
+        self, upload: api.Upload, known_base: str, reused: Container[str]
+    ) -> None:
         ref = self._writer.ref(upload)
-        if upload.resumes or upload.base != known_base:
+        if upload.resumes:
             self._asked[:] = True
+        elif upload.base and upload.base != known_base:
+            likely = np.array([leaf.key in reused for leaf in self._tree.leaves], bool)
+            self._ask_leaves(np.flatnonzero(likely))
+            self._unsampled = ~likely
         wanted = WantedSlabs(self._slab_queue, lambda slabs: self._choose(ref, slabs))
         streams = ChunkStreams(self._connection, ref, self._sums, self._meter)
         # 2. Make the chunks durable.
@@ -359,19 +384,49 @@ class Upload:
 
     def _choose(self, ref: api.WriterRef, slabs: Sequence[FilledSlab]) -> None:
         """Removes the chunks that the store already holds from `slabs`."""
-        doubtful = [f for f in slabs if self._asked[f.wanted].any()]
-        if not doubtful:
-            return
-        for filled in doubtful:
-            filled.sum_up(self._sums, self._meter)
-        ordinals = np.array([o for f in doubtful for o in f.wanted], np.int64)
-        ordinals = np.sort(ordinals[self._asked[ordinals]])
+        chunks = np.array(sorted(o for f in slabs for o in f.wanted), np.int64)
+        samples = chunks[:0]
+        if self._unsampled.any():
+            # Most leaves that a step changes have no chunk of the base, and frozen ones
+            # have all: so one chunk of each leaf decides whether to sum up the others
+            # before they are sent, which reads memory twice.
+            rows, first = np.unique(self._tree.locate_all(chunks)[0], return_index=True)
+            samples = chunks[first[self._unsampled[rows]]]
+            self._unsampled[rows] = False
+            found = self._remove_found(ref, slabs, samples)
+            self._ask_leaves(np.unique(self._tree.locate_all(found)[0]))
+        asked = chunks[self._asked[chunks]]
+        self._remove_found(ref, slabs, np.setdiff1d(asked, samples))
+
+    def _ask_leaves(self, rows: I64) -> None:
+        """Marks the chunks of leaves to ask the store about."""
+        first = self._tree.first_chunk
+        for row in rows.tolist():
+            self._asked[first[row] : first[row + 1]] = True
+
+    def _remove_found(
+        self, ref: api.WriterRef, slabs: Sequence[FilledSlab], chunks: I64
+    ) -> I64:
+        """Asks the store for some chunks, removes the ones it holds from `slabs`, and
+        returns these."""
+        if not len(chunks):
+            return chunks
+        asked = frozenset(chunks.tolist())
+        with Threads(SUM_THREADS, "storesvc-sums") as threads:  # the writers wait
+            working = [
+                threads.submit(filled.sum_up, self._sums, self._meter, asked)
+                for filled in slabs
+            ]
+        for one in working:
+            one.result()
         for attempt in self._connection.attempts("FindChunks"):
             with attempt:
-                found = self._found(ref, self._sums.result(ordinals))
-        self._reuse(np.array(sorted(found), np.int64))
-        for filled in doubtful:
+                found = self._found(ref, self._sums.result(chunks))
+        reused = np.array(sorted(found), np.int64)
+        self._reuse(reused)
+        for filled in slabs:
             filled.wanted = [o for o in filled.wanted if o not in found]
+        return reused
 
     def _reuse_known(self, known: Sums, held: set[int]) -> I64:
         """Takes over known checksums of chunks that the store holds."""

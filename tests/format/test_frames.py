@@ -115,7 +115,7 @@ def test_a_chunk_that_is_lent_is_sent_as_one_that_is_staged(sizes: list[int]) ->
     ends = np.cumsum([0, *sizes]).tolist()
     runs = [buffer[a:b].copy() for a, b in itertools.pairwise(ends)]
     known = SumsInProgress(4)
-    FilledSlab(slab, [3], buffer).sum_up(known, METER)
+    FilledSlab(slab, [3], buffer).sum_up(known, METER, [3])
     sent = [
         list(frames([filled], sums, METER))
         for filled in (

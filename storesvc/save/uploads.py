@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from cachetools import LRUCache
@@ -60,7 +60,7 @@ _RENEWALS_A_LEASE: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class _Renewal:
-    """A lease record that this process wrote."""
+    """A renewal by this process: a lease record, or the record of an upload."""
 
     when: datetime
     at: float
@@ -93,6 +93,12 @@ class Leases:
                 writing.add_done_callback(retrieve_error)  # perhaps no caller waits
             last = await asyncio.shield(writing)
         return last.when + length
+
+    def begin(self, name: UploadName, record: pb.UploadRecord, at: float) -> None:
+        """Records that an upload was begun here, whose record is its first renewal;
+        ``at`` is a ``Clock.elapsed`` before the record was made."""
+        when = record.create_time.ToDatetime(UTC)
+        self._renewals[name] = _Renewal(when, at)
 
     async def end(self) -> None:
         """Cancels the writes whose calls were cancelled, and waits until they have
@@ -234,6 +240,7 @@ class Uploads:
         digests: bytes,
     ) -> pb.UploadRecord:
         """Reserves a step for an upload; see ``begin``."""
+        elapsed, described = self._clock.elapsed(), None
         # 1. Read the slot, which may show that an earlier try of this request has
         #    succeeded, and the run at the same time.
         async with (
@@ -278,9 +285,10 @@ class Uploads:
         )
         # 3. Reserve the slot, on the condition that it is unchanged since step 1.
         await reach(Failpoint.BEGIN_BEFORE_SLOT)
-        elapsed = self._clock.elapsed()
         await self._reserve(name, record, slot and slot[1])
         self._seen[name] = elapsed
+        if record is described:  # not that of an earlier try, which may be old
+            self.leases.begin(name, record, elapsed)
         await reach(Failpoint.BEGIN_BEFORE_REPLY)
         return record
 

@@ -1,8 +1,10 @@
-"""The lease of an upload is written once for all calls that renew it at a time."""
+"""The lease of an upload is written once for all calls that renew it at a time, and not
+by the process that began it a moment ago."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC
 
 import pytest
 
@@ -47,12 +49,25 @@ class HeldBucket(TensorStoreBucket):
 
 @asynccontextmanager
 async def stored_lease() -> AsyncIterator[tuple[Store, HeldBucket, OpenUpload]]:
-    """Yields an upload in a fresh store in memory."""
+    """Yields a store in memory, and an upload in it that another replica began."""
+    bucket = await HeldBucket.open("memory://")
+    upload = await begin(await Store.open(bucket), RUN, 1)
+    store = await Store.open(bucket)
+    async with asyncio.timeout(SECONDS):
+        yield store, bucket, upload
+
+
+async def test_an_upload_that_was_begun_a_moment_ago_needs_no_write() -> None:
     bucket = await HeldBucket.open("memory://")
     store = await Store.open(bucket)
     upload = await begin(store, RUN, 1)
-    async with asyncio.timeout(SECONDS):
-        yield store, bucket, upload
+
+    until = await store.uploads.renew(upload)
+
+    record = upload.record
+    length = record.lease_duration.ToTimedelta()
+    assert record.create_time.ToDatetime(UTC) + length == until
+    assert 0 == bucket.asked
 
 
 async def test_calls_at_the_same_time_share_one_write() -> None:

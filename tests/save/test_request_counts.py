@@ -50,10 +50,9 @@ OF_A_SAVE = {
     "write leaf table": 1,
     # The reservation, and the commit.
     "write slot": 2,
-    # Chunks. One for all calls that renew the lease.
+    # Chunks. No lease, which the begin has renewed.
     "write data file": 1,
     "write staging table": 1,
-    "write lease": 1,
     # Finish.
     "write receipt": 1,
     # Commit. Another server may have replaced the receipt.
@@ -70,7 +69,6 @@ OF_A_SAVE = {
     "list staging tables": 1,
     "delete staging table": 1,
     "list parts": 1,
-    "delete lease": 1,
     "delete leaf table": 1,
     "delete receipt": 1,
 }
@@ -91,7 +89,6 @@ _PLACES = {
     r"data/.*/checkpoints/": "slots",
     r"data/.*/uploads/\w+\.binpb": "upload",
     r"data/.*/uploads/\w+/tree-\w+\.binpb": "leaf table",
-    r"data/.*/uploads/\w+/lease\.binpb": "lease",
     r"data/.*/uploads/\w+/writers/\d+\.binpb": "receipt",
     r"data/.*/uploads/\w+/": "parts",
     r"data/.*/staging/\w+/": "staging tables",
@@ -273,8 +270,7 @@ def test_a_save_waits_for_these_requests() -> None:
         # 5. Write the slot.
         "begin": 5,
         "object": 1,
-        # 1. Read the slot. 2. Read the end of the object, and write the staging table
-        # and the lease.
+        # 1. Read the slot. 2. Read the end of the object, and write the staging table.
         "chunks": 2,
         # 1. Read the slot, and write the receipt.
         "finish": 1,

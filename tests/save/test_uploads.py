@@ -4,6 +4,7 @@ import itertools
 import os
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import numpy as np
@@ -42,9 +43,9 @@ def name() -> str:
 def begin(server_address: str, name: str) -> Callable[..., Writer]:
     """Begins uploads to one run of this test."""
 
-    def begin(step: int = 1, *, writers: int = 1, owner: str = "") -> Writer:
+    def begin(step: int = 1, *, writers: int = 1, **changes: Any) -> Writer:
         writer = Writer(server_address, name, step, writers=writers)
-        writer.begin(owner=owner)
+        writer.begin(**changes)
         return writer
 
     return begin
@@ -420,6 +421,10 @@ def pages_of(writer: Writer, parent: str, size: int = 2) -> list[list[str]]:
         request.page_token = page.next_page_token
 
 
+_BRIEF = Duration(nanos=1_000_000)
+"""A lease that each call renews: a longer one, the begin has just renewed."""
+
+
 class TestTheLifeOfAnUpload:
     """GetUpload, ListUploads, KeepUploadAlive."""
 
@@ -500,7 +505,10 @@ class TestTheLifeOfAnUpload:
         with refused("INVALID_FIELD", match="page_size"):
             writer.stub.ListUploads(request, timeout=30)
 
-    def test_a_sign_of_life_renews_the_lease(self, writer: Writer) -> None:
+    def test_a_sign_of_life_renews_the_lease(
+        self, begin: Callable[..., Writer]
+    ) -> None:
+        writer = begin(lease_duration=_BRIEF)
         before = writer.get().renew_time.ToDatetime()
         until = writer.keep_alive().expire_time.ToDatetime()
 
@@ -508,7 +516,8 @@ class TestTheLifeOfAnUpload:
         lease = writer.get().lease_duration.ToTimedelta()
         assert until == writer.get().renew_time.ToDatetime() + lease
 
-    def test_progress_renews_the_lease(self, writer: Writer) -> None:
+    def test_progress_renews_the_lease(self, begin: Callable[..., Writer]) -> None:
+        writer = begin(lease_duration=_BRIEF)
         before = writer.get().renew_time.ToDatetime()
         writer.write(frame(0))
 

@@ -67,7 +67,6 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2, upload_service_pb2
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
-from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
@@ -620,7 +619,7 @@ class Uploads:
 
     def __init__(self, stub: RunStub) -> None:
         self._stub = stub
-        self._service = UploadServiceStub(stub.connection.channel)
+        self._service = stub.connection.uploads
 
     def __repr__(self) -> str:
         return f"<Uploads of {self._stub.name}>"
@@ -698,7 +697,7 @@ def list_uploads(
     connection: Connection, parent: str, *, on_damage: OnDamage
 ) -> Iterator[UploadInfo]:
     """Yields the live uploads below the resource of a run, a namespace or the store."""
-    service = UploadServiceStub(connection.channel)
+    service = connection.uploads
     found = rows(
         partial(connection.ask, service.ListUploads),
         upload_service_pb2.ListUploadsRequest(parent=parent),

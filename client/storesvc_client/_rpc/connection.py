@@ -21,7 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from tenacity import AttemptManager
 
     from storesvc.server.embedded import EmbeddedServer
+    from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
 
 def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
@@ -265,6 +266,14 @@ class Connection:
         self._process = os.getpid()
         if end is not None:
             close_at_exit(self.close)
+
+    @cached_property
+    def uploads(self) -> "UploadServiceStub":
+        """The calls that write checkpoints; made once, as that takes as long as a
+        small call."""
+        from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+
+        return UploadServiceStub(self.channel)
 
     @property
     def is_inherited(self) -> bool:

@@ -392,6 +392,7 @@ class DirectWriter:
         sums: SumsInProgress,
         meter: Meter,
         *,
+        slab_count: int,
         largest_slab_bytes: int,
     ) -> None:
         """Creates a writer; entering its context starts the threads. Names of the data
@@ -408,11 +409,12 @@ class DirectWriter:
             if isinstance(root, Path)
             else BucketPool(root, pool, self._stopped, largest_slab_bytes)
         )
-        self._threads = Threads(self._pool.threads + 1, "storesvc-place")
+        # One thread for each slab is enough: a small save has a single one.
+        self._count = max(1, min(self._pool.threads, slab_count))
+        self._threads = Threads(self._count + 1, "storesvc-place")
 
     def __enter__(self) -> Self:
-        count = self._pool.threads
-        workers = [self._threads.submit(self._work) for _ in range(count)]
+        workers = [self._threads.submit(self._work) for _ in range(self._count)]
         self._threads.submit(self._end, workers)
         return self
 

@@ -166,11 +166,12 @@ class Upload:
         self._meter.total_bytes = int(tree.stored_lengths[plan.own].sum())
         self._connection = session.connection
         self._data_root = session.data_root
-        self._stub = UploadServiceStub(session.connection.channel)
+        self._stub = session.connection.uploads
         self._writer = writer
         self._tree = tree
         self._own = plan.own
         self._needs_like = plan.needs_like
+        self._slab_count = len(plan.slabs)
         self._largest_slab_bytes = max((s.stored_bytes for s in plan.slabs), default=0)
         self._slab_queue = slab_queue
         self._sums = SumsInProgress(tree.chunk_count)
@@ -471,6 +472,7 @@ class Upload:
             wanted,
             self._sums,
             self._meter,
+            slab_count=self._slab_count,
             largest_slab_bytes=self._largest_slab_bytes,
         ) as writer:
             streams.send_tables(writer.take)

@@ -51,7 +51,6 @@ from storesvc_client.errors import (
 )
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
-from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
 _Opening = TypeVar("_Opening", api.BeginUploadRequest, api.JoinUploadRequest)
 
@@ -122,7 +121,7 @@ class Writer:
     ) -> None:
         self.described = description
         self._connection = connection
-        self._stub = UploadServiceStub(connection.channel)
+        self._stub = connection.uploads
         self._tree = tree
         self._meter = meter
 

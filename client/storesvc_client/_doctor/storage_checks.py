@@ -213,7 +213,7 @@ _NEAR_BEST: Final = 0.9
 """Share of the best rate from which fewer concurrent requests are preferred."""
 
 _TAIL_FACTOR: Final = 10
-_TAIL_SECONDS: Final = 0.05
+_TAIL_SECONDS: Final = 0.25
 _TAIL_SHARE: Final = 0.01
 _TICK_SECONDS: Final = 0.005
 
@@ -248,7 +248,7 @@ async def check_latency(probe: Probe) -> list[Finding]:
 def tail_share(seconds: Sequence[float], *, noise_seconds: float) -> float:
     """Returns the share of slow requests; 0 if it is not worth a warning.
 
-    Slow is over ten times the median, over 50 ms, and over three times the longest
+    Slow is over ten times the median, over 250 ms, and over three times the longest
     pause of this process: a busy machine in front of a fast storage is no finding.
     """
     median = statistics.median(seconds)

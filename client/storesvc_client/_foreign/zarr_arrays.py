@@ -650,8 +650,9 @@ class _StoredPlaces:
         if kvstore["driver"] == "file":
             return StoredIn(FolderPlaces(kvstore["path"]), "")
         folder = kvstore["base"]["path"]
-        database = self._databases.setdefault(folder, OcdbtPlaces(folder))
-        return StoredIn(database, kvstore["path"])
+        if folder not in self._databases:  # to find the folder takes system calls
+            self._databases[folder] = OcdbtPlaces(folder)
+        return StoredIn(self._databases[folder], kvstore["path"])
 
 
 def _check_metadata(location: Location, places: Sequence[ArrayPlace]) -> None:

@@ -27,6 +27,7 @@ state = {"x": np.zeros(1 << 20)}
 
 def _command(script: str, url: object, *, dev: bool = False) -> list[str]:
     flags = ["-X", "dev", "-W", "error::ResourceWarning"] if dev else []
+    flags += ["-W", "ignore:This process:DeprecationWarning"]  # of forks
     return [sys.executable, *flags, "-c", _BEGIN + script, str(url)]
 
 

@@ -90,7 +90,9 @@ def test_a_new_store_is_logged_once(
 
     lines = [line for line in server.log.splitlines() if NEW in line]
     assert 1 == len(lines), server.log
-    assert lines[0].endswith(f"INFO storesvc.store: {NEW}{root.as_uri()}")
+    assert lines[0].endswith(
+        f"INFO storesvc.catalog.store_record: {NEW}{root.as_uri()}"
+    )
 
 
 def test_a_new_store_of_a_client_is_logged_by_the_library(

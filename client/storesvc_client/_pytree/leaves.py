@@ -546,7 +546,8 @@ def _impls() -> dict[Any, str]:
     ``jax.random.key_impl`` returns the same, but accepts arrays only, not their
     abstract stand-ins (ShapeDtypeStruct).
     """
-    return {jax.random.key(0, impl=name).dtype: name for name in PRNG_IMPLS}
+    with jax.transfer_guard("allow"):  # of the seeds
+        return {jax.random.key(0, impl=name).dtype: name for name in PRNG_IMPLS}
 
 
 def _check_unique(leaves: Sequence[NamedLeaf]) -> None:

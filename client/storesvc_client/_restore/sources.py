@@ -58,6 +58,7 @@ from storesvc_client._restore.data_file_reads import (
     unpack,
 )
 from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._storage.bucket import BucketRoot, RangeRead
 from storesvc_client.errors import (
     DataLossError,
@@ -569,14 +570,17 @@ class _BucketReads:
                     self._in_flight[self._source.start(read, self._events)] = read
                 self._await(pool)
                 # Release the memory of processed reads; one that failed raises.
-                ended = [(read, done) for read, done in self._taken if done.done()]
-                self._taken = [one for one in self._taken if one not in ended]
-                for read, done in ended:
+                for one in [one for one in self._taken if one[1].done()]:
+                    self._taken.remove(one)
+                    read, done = one
                     self._parts.pop(read).close()
                     self._source.budget.give_back(read, done.result())
                 self._assembly.check_time()
         except BaseException:  # one failed, or Ctrl-C: stop the others
             pool.shutdown(cancel_futures=True)
+            for _, done in self._taken:
+                if done.done() and (error := done.exception()):  # raised nowhere
+                    clear_variables(error)
             raise
         finally:
             for call in self._in_flight:

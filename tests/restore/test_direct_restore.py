@@ -272,7 +272,7 @@ def test_restores_release_memory_files_and_threads(
             break
         time.sleep(0.1)
     assert left < rest + 48
-    assert files == len(list(Path("/proc/self/fd").iterdir()))
+    assert files >= len(list(Path("/proc/self/fd").iterdir()))
     assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
 
 

@@ -428,8 +428,8 @@ def policy_retention(policy: Any) -> RetentionPolicy | None:
             return KeepEvery(duration=seconds)
         case managers.EveryNSteps():
             return _every_steps(policy)
-        case managers.CustomSteps():  # in a private field
-            return KeepSteps(*sorted(policy._steps_set))  # noqa: SLF001
+        case managers.CustomSteps(_steps_set=steps):  # there is no public field
+            return KeepSteps(*sorted(steps))
         case managers.LatestDuration(duration=duration):
             return KeepNewerThan(duration)
         case managers.preservation_policy.PreserveAll():

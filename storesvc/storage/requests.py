@@ -43,7 +43,9 @@ async def gather_each(
         async with slots:
             return await look(thing)
 
-    return await asyncio.gather(*map(bound_time, things))
+    # tasks at once: Ctrl-C between two leaves no coroutine that nobody awaits
+    tasks = [asyncio.ensure_future(bound_time(thing)) for thing in things]
+    return await asyncio.gather(*tasks)
 
 
 def retrieve_error(ended: "asyncio.Future[Any]") -> None:

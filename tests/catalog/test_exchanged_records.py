@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 import storesvc_client as store
 from storesvc.format import layout
@@ -56,7 +57,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in (ONE, OTHER):
         for step in (5, 6):
             writer = Writer(server.address, str(name), step, writers=2)
-            writer.begin()
+            # brief, so that each call renews it: a longer one, the begin has renewed
+            writer.begin(lease_duration=Duration(nanos=1_000_000))
             for number, chunk in enumerate((0, 1)):
                 writer.write(frame(chunk), writer=number)
                 writer.finish(sums(chunk), writer=number)

@@ -23,6 +23,7 @@ from storesvc.errors import (
 from storesvc.storage.bucket import check_conditions
 from storesvc.storage.location import Storage
 from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.storage.requests import gather_each
 from storesvc_client._doctor.findings import (
     Effort,
     Finding,
@@ -119,9 +120,9 @@ async def check_lists(probe: Probe) -> list[Finding]:
     folder, bucket = f"{probe.folder}list/", probe.bucket
     await bucket.list(folder)
     names = [f"list/{number:03}" for number in range(_OBJECTS)]
-    paths = await asyncio.gather(*(probe.write(name, b"x") for name in names))
+    paths = await gather_each(lambda name: probe.write(name, b"x"), names)
     missing = set(paths) - {*await bucket.list(folder)}
-    await asyncio.gather(*(bucket.delete(path) for path in paths[::2]))
+    await gather_each(bucket.delete, paths[::2])
     ghosts = set(paths[::2]) & {*await bucket.list(folder)}
     if missing:
         found = (
@@ -152,7 +153,7 @@ async def check_ranges(probe: Probe) -> list[Finding]:
     path = await probe.write("ranged", data)
     drawn = random.Random(2)  # noqa: S311 - no secret
 
-    async def read() -> str:
+    async def read(_: int) -> str:
         """Returns what is wrong with a range; empty: nothing."""
         start, stop = sorted(drawn.sample(range(len(data) + 1), 2))
         try:
@@ -161,7 +162,7 @@ async def check_ranges(probe: Probe) -> list[Finding]:
             return str(e)
         return "" if got == data[start:stop] else "other bytes"
 
-    read_all = await asyncio.gather(*(read() for _ in range(_RANGES)))
+    read_all = await gather_each(read, range(_RANGES))
     wrong = [one for one in read_all if one]
     fine = f"{_RANGES - len(wrong)} of {_RANGES} ranges equal what was written"
     shown = f"expected all ranges of an object as written, got {wrong[:1]}; {fine}"
@@ -269,16 +270,13 @@ async def _sample(
     request: Callable[[int], Awaitable[object]], count: int
 ) -> list[float]:
     """Returns the seconds of each of so many requests, a few at a time."""
-    slots, seconds = asyncio.Semaphore(_AT_ONCE), list[float]()
 
-    async def make(number: int) -> None:
-        async with slots:
-            begin = time.perf_counter()
-            await request(number)
-            seconds.append(time.perf_counter() - begin)
+    async def make(number: int) -> float:
+        begin = time.perf_counter()
+        await request(number)
+        return time.perf_counter() - begin
 
-    await asyncio.gather(*map(make, range(count)))
-    return seconds
+    return await gather_each(make, range(count), at_once=_AT_ONCE)
 
 
 def best_concurrency(rates: Mapping[int, float]) -> int:
@@ -333,16 +331,15 @@ async def _measure(
 ) -> tuple[int, float, int]:
     """Makes requests, each of which returns its bytes, so many at once; fewer if they
     are slow. Returns that number, MiB per second, and the number of retries."""
-    slots, begin, moved = asyncio.Semaphore(at_once), time.perf_counter(), list[int]()
+    begin, moved = time.perf_counter(), list[int]()
     retries = _retry_count(probe)
     until = begin + min(_LEVEL_SECONDS, max(1.0, probe.left_seconds))
 
     async def make(number: int) -> None:
-        async with slots:
-            if time.perf_counter() < until or not moved:
-                moved.append(await request(number))
+        if time.perf_counter() < until or not moved:
+            moved.append(await request(number))
 
-    await asyncio.gather(*map(make, range(count)))
+    await gather_each(make, range(count), at_once=at_once)
     rate = sum(moved) / MIB / (time.perf_counter() - begin)
     return at_once, rate, _retry_count(probe) - retries
 

@@ -166,7 +166,7 @@ soak: $(INSTALLED)
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest --numprocesses=3
 test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)
 test-easydel: ON_JAX := $(addprefix tests/,client loop orbax pytree restore save trees)
-test-easydel: ON_VERSIONS := $(addprefix tests/,cli export foreign storage)
+test-easydel: ON_VERSIONS := $(addprefix tests/,export storage)
 test-easydel: $(EASYDEL_VENV)/.installed
 	$(EASYDEL_PYTEST) -m "not slow" tests/easydel
 	$(EASYDEL_PYTEST) -m "not slow" $(ON_VERSIONS) \

@@ -43,7 +43,7 @@ async def gather_each(
         async with slots:
             return await look(thing)
 
-    # tasks at once: Ctrl-C between two leaves no coroutine that nobody awaits
+    # tasks at once: Ctrl-C between two leaves no coroutine unawaited
     tasks = [asyncio.ensure_future(bound_time(thing)) for thing in things]
     return await asyncio.gather(*tasks)
 

@@ -110,7 +110,9 @@ wheel-test: $(INSTALLED)
 	$(BIN)/python -m tests.release.matrix slow newest
 
 # All of a release but the tag and the upload, in build/release/dist: sdist, wheel, their
-# checksums, an SBOM, and the statement of what they were built from.
+# checksums, an SBOM, and the statement of what they were built from. URL is the address of
+# the repository, of the remote "origin" by default.
+#   make release URL=https://HOST/OWNER/NAME
 RELEASE_VENV := build/release/venv
 $(RELEASE_VENV)/.installed: requirements/release.lock $(INSTALLED)
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
@@ -121,7 +123,7 @@ release: $(RELEASE_VENV)/.installed
 	@git diff --quiet HEAD || { echo "make release needs a checkout without changes:" \
 	  "commit them first." >&2; exit 1; }
 	@rm -rf build/release/dist
-	@$(RELEASE_VENV)/bin/python -m tests.release.artefacts build/release/dist
+	@$(RELEASE_VENV)/bin/python -m tests.release.artefacts build/release/dist $(URL)
 
 # Looks up the locked dependencies of the images in the database of vulnerabilities.
 audit: $(RELEASE_VENV)/.installed

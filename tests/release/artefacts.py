@@ -1,11 +1,11 @@
-"""``python -m tests.release.artefacts FOLDER``: all of a release but the upload.
+"""``python -m tests.release.artefacts FOLDER [URL]``: all of a release but the upload.
 
 Builds the sdist and the wheel of the last commit twice, at its version without
-".dev...", which must give the same bytes, checks them, and writes next to them what a
-user can check them with: ``SHA256SUMS``, an SBOM of the locked server (CycloneDX 1.6,
-https://cyclonedx.org/docs/1.6/json/) and a provenance statement
-(https://slsa.dev/spec/v1.0/provenance, in-toto Statement v1, not signed). ``make
-release`` calls it with the tools of requirements/release.lock.
+".dev..." and with the address of its repository, which must give the same bytes, checks
+them, and writes next to them what a user can check them with: ``SHA256SUMS``, an SBOM
+of the locked server (CycloneDX 1.6, https://cyclonedx.org/docs/1.6/json/) and a
+provenance statement (https://slsa.dev/spec/v1.0/provenance, in-toto Statement v1, not
+signed). ``make release`` calls it with the tools of requirements/release.lock.
 """
 
 import hashlib
@@ -39,17 +39,17 @@ class ReleaseError(Exception):
 
 def main() -> int:
     """Makes the artefacts in a folder; returns the exit code."""
-    (folder,) = map(Path, sys.argv[1:])
+    folder, url = Path(sys.argv[1]), "".join(sys.argv[2:]) or origin()
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         print(f"{folder}: expected an empty folder", file=sys.stderr)
         return 2
     try:
-        built = build_twice(folder)
+        built = build_twice(folder, url)
         check_wheel(next(path for path in built if path.suffix == ".whl"))
         _run("-m", "twine", "check", "--strict", *map(str, built))
         write_sbom(folder / SBOM)
-        write_provenance(folder / PROVENANCE, built)
+        write_provenance(folder / PROVENANCE, built, url)
         write_sums(folder)
     except ReleaseError as e:
         print(f"no release: {e}", file=sys.stderr)
@@ -70,22 +70,55 @@ def release_version() -> str:
     return str(project["version"]).partition(".dev")[0]
 
 
-def build_twice(folder: Path) -> list[Path]:
+def origin() -> str:
+    """Returns the address of the remote repository "origin"; "" without one."""
+    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip().removesuffix(".git")
+
+
+def project_urls(url: str) -> str:
+    """Returns the table ``[project.urls]`` of a repository on GitHub or GitLab.
+
+    It is not in the tree, because a fork releases under an address of its own.
+
+    Raises:
+        ReleaseError: The address is not one that a browser opens.
+    """
+    if not re.fullmatch(r"https://[^\s\"\\/]+(/[^\s\"\\/]+)+", url):
+        raise ReleaseError(
+            f"expected the address of the repository, got {url!r}: make release "
+            "URL=https://HOST/OWNER/NAME"
+        )
+    tagged = f"{url}/blob/v{release_version()}"
+    pages = {
+        "Homepage": url,
+        "Documentation": f"{tagged}/docs/index.md",
+        "Changelog": f"{tagged}/CHANGELOG.md",
+        "Issues": f"{url}/issues",
+    }
+    lines = "".join(f'{name} = "{page}"\n' for name, page in pages.items())
+    return f"\n[project.urls]\n{lines}"
+
+
+def build_twice(folder: Path, url: str) -> list[Path]:
     """Builds the sdist and the wheel; returns their paths.
 
     Raises:
-        ReleaseError: The second build has other bytes than the first.
+        ReleaseError: The second build has other bytes than the first, or the address of
+            the repository is not valid.
     """
-    built = _build(folder)
+    urls = project_urls(url)
+    built = _build(folder, urls)
     with tempfile.TemporaryDirectory() as second:
-        again = _build(Path(second))
+        again = _build(Path(second), urls)
         for one, other in zip(built, again, strict=True):
             if one.name != other.name or one.read_bytes() != other.read_bytes():
                 raise ReleaseError(f"{one.name}: two builds have different bytes")
     return built
 
 
-def _build(folder: Path) -> list[Path]:
+def _build(folder: Path, urls: str) -> list[Path]:
     """Builds from the files of the last commit, in a folder of their own."""
     environment = {**os.environ, "SOURCE_DATE_EPOCH": _git("log", "-1", "--format=%ct")}
     with tempfile.TemporaryDirectory() as sources:
@@ -97,7 +130,8 @@ def _build(folder: Path) -> list[Path]:
         settings = Path(sources, "pyproject.toml")
         text = settings.read_text()
         version = f'version = "{release_version()}"'
-        settings.write_text(re.sub(r'(?m)^version = ".*"$', version, text, count=1))
+        text = re.sub(r'(?m)^version = ".*"$', version, text, count=1)
+        settings.write_text(text + urls)
         done = subprocess.run(
             [sys.executable, "-m", "hatchling", "build", "-d", str(folder.resolve())],
             cwd=sources,
@@ -140,7 +174,7 @@ def write_sbom(path: Path) -> None:
     )
 
 
-def write_provenance(path: Path, built: list[Path]) -> None:
+def write_provenance(path: Path, built: list[Path], url: str) -> None:
     """Writes the statement from which sources the artefacts were built."""
     commit = _git("rev-parse", "HEAD")
     lock = ROOT / "requirements" / "wheel.lock"
@@ -156,6 +190,7 @@ def write_provenance(path: Path, built: list[Path]) -> None:
                 "externalParameters": {
                     "backend": "hatchling",
                     "version": release_version(),
+                    "url": url,
                 },
                 "resolvedDependencies": [
                     {"name": "sources", "digest": {"gitCommit": commit}},

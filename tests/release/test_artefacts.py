@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -15,11 +16,13 @@ pytestmark = pytest.mark.skipif(
     not (artefacts.ROOT / ".git").exists(), reason="needs the history of the repository"
 )
 
+URL = "https://example.org/maintainers/storesvc"
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("dist")
-    return artefacts.build_twice(Path(os.path.relpath(folder)))  # as make gives it
+    return artefacts.build_twice(Path(os.path.relpath(folder)), URL)  # as make gives it
 
 
 def test_two_builds_have_the_same_bytes_and_the_wheel_has_packages_only(
@@ -31,6 +34,27 @@ def test_two_builds_have_the_same_bytes_and_the_wheel_has_packages_only(
     tops = {name.partition("/")[0] for name in artefacts.sdist_names(sdist)}
     assert {"storesvc", "client", "proto", "tests", "LICENSE", "CHANGELOG.md"} <= tops
     assert not {"build", "deploy", "requirements", ".git", ".venv"} & tops
+
+
+def test_the_wheel_has_the_addresses_of_its_repository(built: list[Path]) -> None:
+    (wheel,) = (path for path in built if path.suffix == ".whl")
+    with ZipFile(wheel) as packed:
+        (name,) = (n for n in packed.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = packed.read(name).decode().splitlines()
+
+    version = artefacts.release_version()
+    assert {line for line in lines if line.startswith("Project-URL: ")} == {
+        f"Project-URL: Homepage, {URL}",
+        f"Project-URL: Documentation, {URL}/blob/v{version}/docs/index.md",
+        f"Project-URL: Changelog, {URL}/blob/v{version}/CHANGELOG.md",
+        f"Project-URL: Issues, {URL}/issues",
+    }
+
+
+@pytest.mark.parametrize("url", ["", "git@example.org:a/b", "https://x", URL + ' "'])
+def test_a_release_without_an_address_is_rejected(tmp_path: Path, url: str) -> None:
+    with pytest.raises(artefacts.ReleaseError, match="make release URL=https://"):
+        artefacts.build_twice(tmp_path, url)
 
 
 def test_a_large_wheel_is_no_release(
@@ -47,7 +71,7 @@ def test_the_sums_and_the_provenance_name_the_artefacts(
     built: list[Path],
 ) -> None:
     folder = built[0].parent
-    artefacts.write_provenance(folder / artefacts.PROVENANCE, built)
+    artefacts.write_provenance(folder / artefacts.PROVENANCE, built, URL)
     artefacts.write_sums(folder)
 
     statement = json.loads((folder / artefacts.PROVENANCE).read_text())

@@ -46,6 +46,10 @@ CASES: Final[dict[str, tuple[Any, str]]] = {
         {**SAVED, "step": 0.5},
         "what fits, pass select=['layers/**', 'params/**'], missing='keep'",
     ),
+    "one part": (
+        PARAMS,
+        "what is in 'params', pass like={'params': like}, select=['params/**']",
+    ),
     "another tree": ({"x": 1}, ""),
     "no values": ({"x": jax.ShapeDtypeStruct((2,), np.float32), "step": 1}, ""),
 }
@@ -80,8 +84,8 @@ def test_each_advice_works(
     assert advice == (found[1] if found else "")
     assert "easydel" not in str(caught.value).lower()
     if found:
-        back = restore(like=like, **eval(f"dict({found[2]})"))
-        assert kinds(like) == kinds(back)
+        how = {"like": like, **eval(f"dict({found[2]})", {"like": like})}
+        assert kinds(how["like"]) == kinds(restore(**how))
 
 
 def kinds(tree: Any) -> list[Any]:

@@ -8,6 +8,7 @@ after ``layers["10"]``, so they are rejected as different. The type of the conta
 Matching reads no data and decides no placement. All differences are reported at once.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -204,7 +205,9 @@ def _advise(
     }
     fitting = selected.keys() - unfit | castable
     lacking = [leaf for leaf in named if leaf.key not in fitting]
-    if not fitting or any(map(_no_value, lacking)):
+    if not fitting:
+        return _advise_level(tree, named, selected)
+    if any(map(_no_value, lacking)):
         return ""
     options: dict[str, Any] = {}
     if castable:
@@ -217,6 +220,25 @@ def _advise(
     what = "only what like= has" if [*options] == ["select"] else "what fits"
     text = f"; to restore {what}, pass {added}"
     return text if options and len(text) <= _MAX_ADVICE else ""
+
+
+def _advise_level(
+    tree: Tree, named: Sequence[NamedLeaf], selected: Mapping[str, int]
+) -> str:
+    """Returns the options for a ``like`` that is one part of the checkpoint, such as
+    the state of a model saved as ``{"model": model}``, as a part of a message; "" if it
+    is not a part, or at two places."""
+    keys = [leaf.key for leaf in named]
+    above = {key.partition("/")[0] for key in selected}
+    found = [p for p in above if keys and selected.keys() >= {f"{p}/{k}" for k in keys}]
+    if len(found) != 1 or not re.fullmatch(r"[A-Za-z_]\w*", found[0]):
+        return ""
+    (place,) = found
+    parts = {f"{place}/{key}" for key in keys}
+    text = f"; to restore what is in {place!r}, pass like={{{place!r}: like}}"
+    if len(parts) < len(selected):
+        text += f", select={find_patterns(tree.by_key, parts)!r}"
+    return text if len(text) <= _MAX_ADVICE else ""
 
 
 def check_restorable(name: str, state: Any, initial: Any) -> None:

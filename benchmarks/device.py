@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.speed.changing import State
 from benchmarks.speed.ours import Direct
 from benchmarks.speed.side_by_side import differing, target_of
-from benchmarks.speed.states import State, random_bits
+from benchmarks.speed.states import random_bits
 from storesvc_client._values.options import SnapshotMode
 
 LEAF_MB: Final = 20

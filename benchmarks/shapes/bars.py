@@ -3,13 +3,14 @@
 Pure functions from results to values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from statistics import median
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 from benchmarks.shapes import ratios
 from benchmarks.shapes.drawing import SHAPES
-from benchmarks.speed.bars import Bar, Found, Results
+from benchmarks.speed.bars import Bar, Found, Results, Sense
 
 _GB: Final = 1e9
 
@@ -19,23 +20,30 @@ def by_size(results: Results) -> Mapping[str, Found]:
     return {n: found for n, found in results.items() if SHAPES[n].judged == "size"}
 
 
-def over_shapes(
-    results: Results, phase: str, figure: ratios.Figure, above: str, below: str
-) -> list[float]:
-    """Returns the ratio of two contenders at each shape that differs in sizes.
+Reading: TypeAlias = Callable[[Found], float]
+"""Reads a figure of a shape; raises ``LookupError`` if it was not measured."""
+
+
+def paired(phase: str, figure: ratios.Figure, above: str, below: str) -> Reading:
+    """Returns the reading of the ratio of two contenders."""
+    return lambda found: ratios.ratio(found, phase, figure, above, below).middle
+
+
+def over_shapes(results: Results, reading: Reading) -> list[float]:
+    """Returns a figure at each shape that differs in sizes.
 
     Raises:
-        LookupError: No shape has both.
+        LookupError: No shape has it.
     """
-    found = []
+    figures = []
     for each in by_size(results).values():
         try:
-            found.append(ratios.ratio(each, phase, figure, above, below).middle)
+            figures.append(reading(each))
         except LookupError:
             continue
-    if not found:
-        raise LookupError(above, below)
-    return found
+    if not figures:
+        raise LookupError(reading)
+    return figures
 
 
 def cpu_per_gb(found: Found, name: str, phase: str) -> float:
@@ -45,73 +53,83 @@ def cpu_per_gb(found: Found, name: str, phase: str) -> float:
     return median(ratios.cpu(each, phase) for each in rounds) / size
 
 
-def _direct_cpu(results: Results) -> float:
-    shapes = by_size(results).values()
-    measured = [found for found in shapes if len(found.get("direct", ())) > 1]
-    if not measured:
-        raise LookupError("direct")
-    return max(cpu_per_gb(found, "direct", "restore") for found in measured)
+def _speed(what: str, reading: Reading, worst: float, middle: float) -> Iterator[Bar]:
+    """Yields the bars of the worst and the median shape."""
+    for says, over, limit in (("worst", min, worst), ("median", median, middle)):
+
+        def value(results: Results, over: Any = over) -> float:
+            return float(over(over_shapes(results, reading)))
+
+        yield Bar(what=f"{what}, {says} shape", value=value, limit=limit, sense=">=")
 
 
-def _slowest(results: Results) -> float:
-    rounds = ratios.measured(results["small"], "direct")
+def _worst(what: str, reading: Reading, sense: Sense, limit: float) -> Bar:
+    over = min if sense == ">=" else max
+
+    def value(results: Results) -> float:
+        return over(over_shapes(results, reading))
+
+    return Bar(what=f"{what}, worst shape", value=value, limit=limit, sense=sense)
+
+
+def _streamed(ending: str) -> Iterator[Bar]:
+    for phase in ("save", "restore"):
+        names = f"streamed-none{ending}", f"grpc-files{ending}"
+        yield _worst(
+            f"{names[0]} {phase}, CPU / {names[1]}",
+            paired(phase, ratios.cpu, *names),
+            "<=",
+            1.2,
+        )
+
+
+def _shape(shape: str, what: str, reading: Reading, sense: Sense, limit: float) -> Bar:
+    def value(results: Results) -> float:
+        return reading(results[shape])
+
+    return Bar(what=f"{shape}: {what}", value=value, limit=limit, sense=sense)
+
+
+def _slowest(found: Found) -> float:
+    rounds = ratios.measured(found, "embedded")
     shares = [each["save"]["slowest"] / each["save"]["seconds"] for each in rounds]
     return float(median(shares))
 
 
-def _speed(phase: str, worst: float, middle: float) -> Iterator[Bar]:
-    for says, over, limit in (("worst", min, worst), ("median", median, middle)):
-
-        def value(results: Results, over: object = over) -> float:
-            assert callable(over)
-            found = over_shapes(results, phase, ratios.seconds, "orbax", "direct")
-            return float(over(found))
-
-        what = f"direct {phase}, speed / orbax, {says} shape"
-        yield Bar(what=what, value=value, limit=limit, sense=">=")
-
-
-def _streamed(phase: str, ending: str) -> Bar:
-    def value(results: Results) -> float:
-        names = f"streamed{ending}", f"grpc-files{ending}"
-        return max(over_shapes(results, phase, ratios.cpu, *names))
-
-    what = f"streamed{ending} {phase}, CPU / grpc-files{ending}, worst shape"
-    return Bar(what=what, value=value, limit=1.2, sense="<=")
-
-
-def _leaves(phase: str) -> Bar:
-    def value(results: Results) -> float:
-        found = results["leaves"]
-        return ratios.ratio(found, phase, ratios.seconds, "orbax", "direct").middle
-
-    what = f"leaves: direct {phase}, speed / orbax"
-    return Bar(what=what, value=value, limit=4, sense=">=")
-
-
-def _loop(results: Results) -> float:
-    found = results["small"]
-    return ratios.ratio(found, "save", ratios.seconds, "direct", "orbax").middle
-
-
 def _bars() -> Iterator[Bar]:
-    yield from _speed("restore", 3, 5)
-    yield from _speed("save", 2.5, 3.5)
-    yield Bar(
-        what="direct restore, CPU-s/GB after the first, worst shape",
-        value=_direct_cpu,
-        limit=0.6,
-        sense="<=",
+    yield _worst(
+        "embedded-none save on a base, speed / without one",
+        paired("save", ratios.seconds, "embedded-none-new", "embedded-none"),
+        ">=",
+        0.97,
     )
-    for ending in ("", "-tls"):
-        for phase in ("save", "restore"):
-            yield _streamed(phase, ending)
+    to_orbax = paired("save", ratios.seconds, "orbax", "embedded")
+    yield from _speed("embedded save, speed / orbax", to_orbax, 2.8, 3.5)
+    back = paired("save", ratios.returned, "embedded", "memcpy")
+    yield _worst("embedded save returns, time / memcpy", back, "<=", 0.7)
+    floor = paired("save", ratios.cpu, "direct-none", "sums")
+    yield _worst("direct-none save, CPU / sums", floor, "<=", 1.3)
+    later = paired("restore", ratios.seconds, "orbax", "direct-none")
+    yield from _speed("direct-none restore, speed / orbax", later, 3.5, 5)
+    yield from _speed(
+        "direct-none first restore, speed / orbax",
+        lambda found: ratios.first(found, "restore", "orbax", "direct-none"),
+        3.5,
+        5,
+    )
+    cpu = partial(cpu_per_gb, name="direct-none", phase="restore")
+    yield _worst("direct-none restore, CPU-s/GB", cpu, "<=", 0.6)
+    yield from _streamed("")
+    yield from _streamed("-tls")
+    through = paired("restore", ratios.seconds, "orbax", "streamed-none")
+    yield _worst("streamed-none restore, speed / orbax", through, ">=", 1.2)
     for phase in ("save", "restore"):
-        yield _leaves(phase)
-    what = "small: direct save in a loop, median / orbax's"
-    yield Bar(what=what, value=_loop, limit=1, sense="<=")
-    what = "small: direct save in a loop, slowest / median"
-    yield Bar(what=what, value=_slowest, limit=3, sense="<=")
+        speed = paired(phase, ratios.seconds, "orbax", "direct-none")
+        yield _shape("leaves", f"direct-none {phase}, speed / orbax", speed, ">=", 4)
+    in_loop = paired("save", ratios.seconds, "embedded", "orbax")
+    for shape in ("small", "three"):
+        yield _shape(shape, "embedded save, median / orbax's", in_loop, "<=", 0.5)
+        yield _shape(shape, "embedded save, slowest / median", _slowest, "<=", 3)
 
 
 BARS: Final = tuple(_bars())

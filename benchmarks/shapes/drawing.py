@@ -68,12 +68,14 @@ def draw(name: str, seed: int, *, is_quick: bool) -> dict[str, Leaf]:
     rng = Random(f"{seed} {name}")
     shape = SHAPES[name]
     if name == "one":
-        return {"leaf": shape.leaf(rng, (1 << 26 if is_quick else 1 << 30) / DEVICES)}
+        return {"leaf": shape.leaf(rng, (1 << 26 if is_quick else 1 << 28) / DEVICES)}
     if name == "leaves":
-        count = 2_000 if is_quick else 50_000
+        count = 500 if is_quick else 2_000
         return {f"part/{i % 100}/leaf/{i}": shape.leaf(rng, 0) for i in range(count)}
     if name == "small":
         return _filled(rng, shape, 300_000, (500, 8_000))
+    if name == "three":
+        return {f"leaf/{i}": shape.leaf(rng, 100_000) for i in range(3)}
     if is_quick:
         total = rng.uniform(*QUICK_STATE_BYTES)
         return _filled(rng, shape, total, QUICK_SHARD_BYTES)
@@ -182,6 +184,11 @@ def _tiny(rng: Random, size: float) -> Leaf:
     return Leaf(shape=(length,), dtype="float32", mesh=(1,), split=(None,))
 
 
+def _whole(rng: Random, size: float) -> Leaf:
+    shape = (int(size * rng.uniform(0.8, 1.2)) // ITEM_BYTES["float32"],)
+    return Leaf(shape=shape, dtype="float32", mesh=(1,), split=(None,))
+
+
 SHAPES: Final[Mapping[str, Shape]] = {
     "rows": Shape(says="matrices, their rows sharded over 8 devices", leaf=_rows),
     "mesh": Shape(says="matrices, both sides sharded on a mesh", leaf=_mesh),
@@ -198,7 +205,14 @@ SHAPES: Final[Mapping[str, Shape]] = {
         says="small checkpoints, saved in a loop",
         leaf=_rows,
         judged="saves",
-        saves=200,
+        saves=50,
+        quick_saves=20,
+    ),
+    "three": Shape(
+        says="the same on one device",
+        leaf=_whole,
+        judged="saves",
+        saves=50,
         quick_saves=20,
     ),
 }

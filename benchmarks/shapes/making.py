@@ -16,28 +16,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from benchmarks.shapes.drawing import Leaf
-from benchmarks.speed.states import State, random_bits
-
-_ALIGNED_BYTES = 64
-
+from benchmarks.speed.changing import Changing
+from benchmarks.speed.states import random_bits
 
 Values: TypeAlias = Callable[
     [np.random.Generator, tuple[int, ...], "np.dtype[Any]"], Any
 ]
 
 
-def state_of(leaves: Mapping[str, Leaf], seed: int, values: Values) -> State:
+def state_of(leaves: Mapping[str, Leaf], seed: int, values: Values) -> Changing:
     """Returns a state of finite numbers."""
     rng = np.random.default_rng(seed)
     dtypes = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-    state: State = {
-        key: jax.device_put(
-            _aligned(values(rng, leaf.shape, dtypes[leaf.dtype])), sharding_of(leaf)
-        )
+    return Changing(
+        (key, values(rng, leaf.shape, dtypes[leaf.dtype]), sharding_of(leaf))
         for key, leaf in leaves.items()
-    }
-    jax.block_until_ready(state)
-    return state
+    )
 
 
 def sharding_of(leaf: Leaf) -> NamedSharding:
@@ -54,17 +48,6 @@ def _weights(
     numbers = rng.standard_normal(shape, np.float32)
     numbers *= 0.02
     return numbers.astype(dtype, copy=False)
-
-
-def _aligned(array: "NDArray[Any]") -> "NDArray[Any]":
-    """Returns a copy that jax need not copy again: replicas on CPU devices share it,
-    so a replicated state fits the memory."""
-    buffer = np.empty(array.nbytes + _ALIGNED_BYTES, np.uint8)
-    offset = -buffer.ctypes.data % _ALIGNED_BYTES
-    copy = buffer[offset : offset + array.nbytes].view(array.dtype)
-    copy = copy.reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 VALUES: Final[Mapping[str, Values]] = {"weights": _weights, "bits": random_bits}

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from benchmarks.shapes import ratios
-from benchmarks.shapes.tables import OURS, PHASES
+from benchmarks.shapes.tables import PHASES
 from benchmarks.speed.bars import Results
+from benchmarks.speed.works import LOCAL
 
 
 def plot(results: Results, file: Path) -> None:
@@ -16,7 +17,7 @@ def plot(results: Results, file: Path) -> None:
             if (each := ratios.to_orbax(found, name, phase))
         }
         for phase in PHASES
-        for name in OURS
+        for name in LOCAL
     }
     if not any(drawn.values()):
         return
@@ -27,7 +28,7 @@ def plot(results: Results, file: Path) -> None:
     figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, phase in zip(figure.subplots(1, len(PHASES)), PHASES, strict=True):
-        for name in OURS:
+        for name in LOCAL:
             found = drawn[phase, name]
             if not found:
                 continue

@@ -45,6 +45,11 @@ def seconds(round_: Mapping[str, Any], phase: str) -> float:
     return float(round_[phase]["seconds"])
 
 
+def returned(round_: Mapping[str, Any], phase: str) -> float:
+    """Returns the seconds until a save gave control back to its caller."""
+    return float(round_[phase]["returned"])
+
+
 def cpu(round_: Mapping[str, Any], phase: str) -> float:
     """Returns the CPU seconds of a phase, of both ends and in both modes."""
     return float(round_[phase]["user"] + round_[phase]["sys"])
@@ -85,6 +90,17 @@ def ratio(found: Found, phase: str, figure: Figure, above: str, below: str) -> I
     return interval([figure(a, phase) / figure(b, phase) for a, b in pairs])
 
 
+def first(found: Found, phase: str, above: str, below: str) -> float:
+    """Returns the ratio of the seconds of two contenders in the first round.
+
+    Raises:
+        LookupError: One of them was not measured.
+    """
+    measured(found, above)
+    measured(found, below)
+    return seconds(found[above][0], phase) / seconds(found[below][0], phase)
+
+
 def to_orbax(found: Found, name: str, phase: str) -> Interval | None:
     """Returns the ratio of a contender's speed to Orbax's; None: not measured."""
     try:
@@ -106,8 +122,9 @@ def is_decided(found: Found) -> bool:
 
 
 JUDGED: Final[Sequence[tuple[Figure, str, str]]] = (
-    (seconds, "orbax", "direct"),
-    (cpu, "streamed", "grpc-files"),
-    (cpu, "streamed-tls", "grpc-files-tls"),
+    (seconds, "orbax", "embedded"),
+    (seconds, "orbax", "direct-none"),
+    (cpu, "streamed-none", "grpc-files"),
+    (cpu, "streamed-none-tls", "grpc-files-tls"),
 )
 """Ratios that bars judge."""

@@ -9,21 +9,27 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.shapes.bars import BARS
 from benchmarks.shapes.drawing import SHAPES, draw
 from benchmarks.shapes.plots import plot
 from benchmarks.shapes.ratios import is_decided
-from benchmarks.shapes.tables import ratios_table, table
+from benchmarks.shapes.tables import LEGEND, ratios_table, table
 from benchmarks.speed.bars import Found, verdicts
 from benchmarks.speed.meters import available_bytes
 from benchmarks.speed.rounds import OUTPUT, PLACES, SETTINGS
 from benchmarks.speed.tables import bars_table
+from benchmarks.speed.works import LOCAL
 
-FLOORS: Final = ("files", "grpc-files")
-CONTENDERS: Final = (*FLOORS, "streamed", "direct", "orbax")
-TLS: Final = {"grpc-files": "grpc-files-tls", "streamed": "streamed-tls"}
+FLOORS: Final = ("memcpy", "files", "sums", "grpc-files")
+CONTENDERS: Final = (*FLOORS, *LOCAL, "orbax", "orbax-raw")
+DEFAULT: Final = (
+    *("memcpy", "sums", "grpc-files", "embedded", "embedded-none"),
+    *("embedded-none-new", "direct-none", "streamed-none", "orbax"),
+)
+TLS: Final = {"grpc-files": "grpc-files-tls", "streamed-none": "streamed-none-tls"}
 """Contenders that have a variant with TLS."""
 
 SEED: Final = 9
@@ -58,7 +64,9 @@ def main() -> None:
         }
         (OUTPUT / "shapes.json").write_text(json.dumps(report, indent=1))
     judged = [each for each in verdicts(results, BARS) if each.value is not None]
-    last = "\n\n".join(filter(None, [ratios_table(results), bars_table(judged)]))
+    last = "\n\n".join(
+        filter(None, [LEGEND, ratios_table(results), bars_table(judged)])
+    )
     print(last)
     (OUTPUT / "shapes.txt").write_text(text + last + "\n")
     plot(results, OUTPUT / "shapes.png")
@@ -76,7 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=12,
+        default=6,
         help="most rounds after the first; fewer if the ratios are certain before",
     )
     parser.add_argument(
@@ -89,7 +97,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument(
-        "--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS]
+        "--contenders", nargs="+", choices=CONTENDERS, default=[*DEFAULT]
     )
     arguments = parser.parse_args()
     if arguments.rounds < 1:
@@ -100,12 +108,12 @@ def _arguments() -> argparse.Namespace:
 def _lacking(shape: str, contenders: int, arguments: argparse.Namespace) -> str:
     """Returns why a shape does not fit the memory; "" if it does.
 
-    Each contender holds the state and the restored one; while one works, there are also
-    its files, on tmpfs, and what it copies.
+    Each contender holds the state, the restored one and its files, on tmpfs; while one
+    works, there are also its next files and what it copies.
     """
     leaves = draw(shape, arguments.seed, is_quick=arguments.quick).values()
     size = sum(leaf.size_bytes for leaf in leaves)
-    needed, there = (2 * contenders + 4) * size, available_bytes()
+    needed, there = (3 * contenders + 4) * size, available_bytes()
     if needed <= there:
         return ""
     return (
@@ -124,9 +132,21 @@ def _rounds(
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with ExitStack() as stack:
         workers: dict[str, _Worker] = {}
-        for name in names:  # one after the other: making a state takes memory
+        place = Path(stack.enter_context(_directory()))
+        for name in names:
+            if not name.startswith(FLOORS):
+                (place / name).mkdir()
+        _say(f"{shape}: step 0")
+        if _run("begin", shape, *settings, str(place), *quick).wait():
+            sys.exit("step 0 could not be saved; the error stands above")
+        started = []
+        for name in names:
+            (place / name).mkdir(exist_ok=True)
+            process = _run(name, shape, *settings, str(place / name), *quick)
+            started.append(stack.enter_context(_ended(process)))
+        for name, process in zip(names, started, strict=True):  # all are starting
             _say(f"{shape}: making the state for {name}")
-            worker = stack.enter_context(_started(name, shape, settings, quick))
+            worker = _Worker(name, process)
             if "absent" in worker.made:
                 found[name].append(dict(worker.made))
             else:
@@ -134,8 +154,7 @@ def _rounds(
         for number in range(arguments.rounds + 1):
             for name in order.sample(list(workers), len(workers)):
                 _say(f"{shape}: round {number} of {arguments.rounds}, {name}")
-                checks = number == 0 and not name.startswith(FLOORS)
-                found[name].append(workers[name].turn(number, checks=checks))
+                found[name].append(workers[name].turn(is_first=not number))
             if is_decided(found):
                 break
     _say("")
@@ -151,18 +170,23 @@ class _Worker:
         self.made: Mapping[str, Any] = self._answer()
         """Size of its state."""
 
-    def turn(self, number: int, *, checks: bool) -> dict[str, Any]:
-        """Returns the costs of a save and a restore in a round."""
-        step = 1000 * number
-        saved, restored = self._ask("save", step), self._ask("restore", step)
-        if checks:
-            self._ask("check", step)
-        self._ask("remove", step)
+    def turn(self, *, is_first: bool) -> dict[str, Any]:
+        """Returns the costs of a save and a restore in a round; in the first one of a
+        store, the restore of what another process has saved comes first."""
+        is_floor = self._name.startswith(FLOORS)
+        if is_first and not is_floor:
+            restored = self._ask("restore")
+            self._ask("check")
+            saved = self._ask("save")
+        else:
+            saved, restored = self._ask("save"), self._ask("restore")
+            if not is_floor:
+                self._ask("check")
         return {**self.made, "save": saved, "restore": restored}
 
-    def _ask(self, what: str, step: int) -> Mapping[str, Any]:
+    def _ask(self, what: str) -> Mapping[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{what} {step}\n")
+        self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -175,31 +199,36 @@ class _Worker:
         return found
 
 
+def _directory() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="storesvc-bench-", dir=PLACES["tmpfs"])
+
+
+def _run(*arguments: str) -> "subprocess.Popen[str]":
+    """Starts a worker."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.shapes.worker", *arguments],
+        env=os.environ | SETTINGS,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 @contextmanager
-def _started(
-    name: str, shape: str, settings: Sequence[str], quick: Sequence[str]
-) -> Iterator[_Worker]:
-    """Starts a worker in a directory of its own, and ends it."""
-    with tempfile.TemporaryDirectory(
-        prefix="storesvc-bench-", dir=PLACES["tmpfs"]
-    ) as directory:
-        worker = ["-m", "benchmarks.shapes.worker", name, shape, *settings, directory]
-        with subprocess.Popen(
-            [sys.executable, *worker, *quick],
-            env=os.environ | SETTINGS,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
+def _ended(
+    process: "subprocess.Popen[str]",
+) -> "Iterator[subprocess.Popen[str]]":
+    """Ends a worker."""
+    with process:
+        try:
+            yield process
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()  # it ends its server and itself
             try:
-                yield _Worker(name, process)
-            finally:
-                assert process.stdin is not None
-                process.stdin.close()  # it ends its server and itself
-                try:
-                    process.wait(CLOSE_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                process.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _say(what: str) -> None:

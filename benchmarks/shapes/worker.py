@@ -1,15 +1,19 @@
 """One contender at one shape: a process that lives for all rounds, as a training job.
 
     python -m benchmarks.shapes.worker CONTENDER SHAPE SEED VALUES DIRECTORY [quick]
+    python -m benchmarks.shapes.worker begin SHAPE SEED VALUES DIRECTORY [quick]
 
-Prints a line of JSON once its state is made, with its bytes, or that the contender's
-library is not installed. Then reads one request a line, ``DO STEP``, and prints the
+The first prints a line of JSON once its state is made, with its bytes, or that the
+contender's library is not installed. Then it reads one request a line, and prints the
 cost of each, until its input ends:
 
-- ``save``: saves the state, as often as a round of the shape does, and counts steps up;
-- ``restore``: drops the state that was restored before, and restores the step;
-- ``check``: compares the restored state with the saved one, bit by bit;
-- ``remove``: removes the step, and those that follow it in a loop.
+- ``save``: changes and saves the state, as often as a round of the shape does, as new
+  steps, and removes all steps before the last;
+- ``restore``: drops the state that was restored before, and restores the last step;
+- ``check``: compares the restored state with the saved one, bit by bit.
+
+``begin`` saves step 0 with every contender that has a directory in DIRECTORY, so that
+the first restore of the other process is like that of a job that resumes.
 """
 
 import json
@@ -17,8 +21,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -29,14 +32,18 @@ import numpy as np
 
 from benchmarks.shapes.drawing import SHAPES, draw
 from benchmarks.shapes.making import VALUES, state_of
+from benchmarks.speed.changing import Changing
 from benchmarks.speed.contenders import NotInstalledError
 from benchmarks.speed.floors import FLOORS
-from benchmarks.speed.meters import family
+from benchmarks.speed.meters import back_memory, family
 from benchmarks.speed.ours import OURS
 from benchmarks.speed.peers import PEERS
 from benchmarks.speed.side_by_side import bytes_of, same_bits, target_of
 
 MAKERS: Final[Any] = {**FLOORS, **OURS, **PEERS}
+
+BACKED: Final = 2
+"""Memory that is touched before each save and restore, in sizes of the state."""
 
 _TICK: Final = os.sysconf("SC_CLK_TCK")
 
@@ -47,6 +54,8 @@ class Cost:
 
     seconds: float = 0
     """Wall time; the median of the saves if they are in a loop."""
+    returned: float = 0
+    """Seconds until a save gave control back to its caller, likewise."""
     slowest: float = 0
     """Seconds of the slowest one of a loop."""
     user: float = 0
@@ -58,38 +67,36 @@ class Cost:
 class Worker:
     """A contender and its state."""
 
-    def __init__(self, contender: Any, state: dict[str, jax.Array], saves: int) -> None:
+    def __init__(self, contender: Any, changing: Changing, saves: int) -> None:
         self._contender = contender
-        self._state = state
-        self._target = target_of(state)
+        self._changing = changing
+        self._target = target_of(changing.state)
         self._saves = saves
+        self._last = 0
         self._found: Any = None
 
-    def save(self, step: int) -> dict[str, Any]:
-        """Saves the state, several times if the shape is a loop."""
-        steps = range(step, step + self._saves)
-        with measured(self._contender.pids, len(steps)) as (cost, seconds):
-            for each in steps:
-                began = time.perf_counter()
-                self._contender.save(each, self._state)
-                seconds.append(time.perf_counter() - began)
-        return asdict(cost)
+    def save(self) -> dict[str, Any]:
+        """Saves new values, several times if the shape is a loop."""
+        steps = range(self._last + 1, self._last + 1 + self._saves)
+        costs = []
+        back_memory(BACKED * bytes_of(self._changing.state))
+        for self._last in steps:
+            self._changing.change()
+            costs.append(self._measured(self._save))
+        self._contender.remove(*range(steps[0] - 1, self._last))
+        return asdict(_summary(costs))
 
-    def restore(self, step: int) -> dict[str, Any]:
-        """Restores the last one of these steps."""
+    def restore(self) -> dict[str, Any]:
+        """Restores the last step."""
         self._found = None
-        with measured(self._contender.pids, 1) as (cost, seconds):
-            began = time.perf_counter()
-            found = self._contender.restore(step + self._saves - 1, self._target)
-            self._found = jax.block_until_ready(found)
-            seconds.append(time.perf_counter() - began)
-        return asdict(cost)
+        back_memory(BACKED * bytes_of(self._changing.state))
+        return asdict(self._measured(self._restore))
 
-    def check(self, step: int) -> dict[str, Any]:
+    def check(self) -> dict[str, Any]:
         """Rejects a restored state that differs in sharding or in any bit."""
-        del step
-        assert set(self._state) == set(self._found)
-        for key, leaf in self._state.items():
+        state = self._changing.state
+        assert set(state) == set(self._found)
+        for key, leaf in state.items():
             found = self._found[key]
             assert found.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), key
             # by shard: a whole leaf would stay cached in its array
@@ -99,25 +106,36 @@ class Worker:
                 assert same_bits(one, other), key
         return {}
 
-    def remove(self, step: int) -> dict[str, Any]:
-        """Removes these steps."""
-        self._contender.remove(*range(step, step + self._saves))
-        return {}
+    def _save(self) -> None:
+        self._contender.save(self._last, self._changing.state)
+
+    def _restore(self) -> None:
+        found = self._contender.restore(self._last, self._target)
+        self._found = jax.block_until_ready(found)
+
+    def _measured(self, work: Callable[[], None]) -> Cost:
+        user, system = _cpu(self._contender.pids)
+        began = time.perf_counter()
+        work()
+        ended = time.perf_counter()
+        user_end, system_end = _cpu(self._contender.pids)
+        return Cost(
+            seconds=ended - began,
+            returned=getattr(self._contender, "returned", ended) - began,
+            user=user_end - user,
+            sys=system_end - system,
+        )
 
 
-@contextmanager
-def measured(others: Sequence[int], count: int) -> Iterator[tuple[Cost, list[float]]]:
-    """Measures operations of this process and others.
-
-    Yields:
-        The cost, filled in at the end, and a list for the seconds of each operation.
-    """
-    cost, seconds = Cost(), list[float]()
-    user, system = _cpu(others)
-    yield cost, seconds
-    user_end, system_end = _cpu(others)
-    cost.user, cost.sys = (user_end - user) / count, (system_end - system) / count
-    cost.seconds, cost.slowest = median(seconds), max(seconds)
+def _summary(costs: Sequence[Cost]) -> Cost:
+    """Returns the cost of one save of a loop."""
+    return Cost(
+        seconds=median(cost.seconds for cost in costs),
+        returned=median(cost.returned for cost in costs),
+        slowest=max(cost.seconds for cost in costs),
+        user=sum(cost.user for cost in costs) / len(costs),
+        sys=sum(cost.sys for cost in costs) / len(costs),
+    )
 
 
 def _cpu(others: Sequence[int]) -> tuple[float, float]:
@@ -131,8 +149,30 @@ def _cpu(others: Sequence[int]) -> tuple[float, float]:
     return user, system
 
 
+def _state(shape: str, seed: str, values: str, quick: Sequence[str]) -> Changing:
+    leaves = draw(shape, int(seed), is_quick=bool(quick))
+    return state_of(leaves, int(seed), VALUES[values])
+
+
+def begin(shape: str, seed: str, values: str, directory: str, *quick: str) -> None:
+    """Saves step 0 with each contender."""
+    state = _state(shape, seed, values, quick).state
+    for place in Path(directory).iterdir():
+        try:
+            contender = MAKERS[place.name](place)
+        except NotInstalledError:
+            continue
+        try:
+            contender.save(0, state)
+        finally:
+            contender.close()
+
+
 def main() -> None:
     """Serves the requests."""
+    if sys.argv[1] == "begin":
+        begin(*sys.argv[2:])
+        return
     name, shape, seed, values, directory, *quick = sys.argv[1:]
     # what libraries print must not come between the lines of JSON
     with os.fdopen(os.dup(1), "w", buffering=1) as output:
@@ -143,16 +183,15 @@ def main() -> None:
             print(json.dumps({"absent": f"{e} is not installed"}), file=output)
             return
         try:
-            leaves = draw(shape, int(seed), is_quick=bool(quick))
-            state = state_of(leaves, int(seed), VALUES[values])
+            changing = _state(shape, seed, values, quick)
             saves = SHAPES[shape].quick_saves if quick else SHAPES[shape].saves
-            worker = Worker(contender, state, saves)
+            worker = Worker(contender, changing, saves)
+            state = changing.state
             made = {"bytes": bytes_of(state), "leaves": len(state)}
-            print(json.dumps(made), file=output)
             del state
+            print(json.dumps(made), file=output)
             for line in sys.stdin:
-                what, step = line.split()
-                print(json.dumps(getattr(worker, what)(int(step))), file=output)
+                print(json.dumps(getattr(worker, line.strip())()), file=output)
         finally:
             contender.close()
 

@@ -70,7 +70,8 @@ class Bucket(Ours):
         self._server = ServerProcess(directory, directory, uri=ROOT)
         self._server.start()
         self.pids = [self._server.pid]
-        super().__init__(store.connect(self._server.address, direct=ROOT))
+        client = store.connect(self._server.address, direct=ROOT)
+        super().__init__(client, snapshot="none")
 
     def listed(self) -> int:
         """Lists the run of ``records``; returns how many checkpoints it has."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 
-from benchmarks.speed.states import State
+from benchmarks.speed.changing import State
 
 Target: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 

@@ -30,7 +30,7 @@ def fanout(contender: Streamed, states: States, directory: Path) -> dict[str, An
     """Returns the bytes that the server read from its storage per stored byte, its
     additional memory, and the slowest health check during the restores."""
     del directory
-    contender.save(1, states.whole())
+    contender.save(1, states.whole().state)
     info = contender.run.latest()
     clients = [_client(contender.address, str(info.step)) for _ in range(PROCESSES)]
     try:

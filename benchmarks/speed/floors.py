@@ -15,14 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.speed import raw_grpc
+from benchmarks.speed.changing import State
 from benchmarks.speed.contenders import Maker, Target
 from benchmarks.speed.files import sync
-from benchmarks.speed.states import State
+from storesvc.format.checksums import ChunkHasher, crc32c
 from storesvc_client._restore.sources import STREAMS
 from tests.support.certificates import Authority
 
 PART_BYTES: Final = 64 << 20
 """Of a file."""
+
+PIECE_BYTES: Final = 1 << 20
+"""Bytes that are summed and written, or read and summed, while a cache holds them."""
 
 
 class RawFiles:
@@ -43,8 +47,8 @@ class RawFiles:
                 number, held = number + 1, 0
             data = shard
             held += len(data)
-            while data:
-                data = data[file.write(data) :] if file else data[:0]
+            while data and file is not None:
+                data = data[self._write(file, data) :]
         if file is not None:
             _close(file)
         sync(self._directory)
@@ -57,7 +61,7 @@ class RawFiles:
             with path.open("rb", buffering=0) as file:
                 at = 0
                 while at < size:
-                    at += file.readinto(_bytes_of(buffer)[at:]) or 0
+                    at += self._read(file, _bytes_of(buffer)[at:])
             found.append(buffer)
         return found
 
@@ -69,6 +73,27 @@ class RawFiles:
 
     def close(self) -> None:
         pass
+
+    def _write(self, file: Any, data: memoryview) -> int:
+        return int(file.write(data))
+
+    def _read(self, file: Any, into: memoryview) -> int:
+        return int(file.readinto(into))
+
+
+class SummedFiles(RawFiles):
+    """The floor of a store that checks: the same files, with the checksum and the
+    digest of each chunk when it is written, and the checksum when it is read."""
+
+    def _write(self, file: Any, data: memoryview) -> int:
+        piece = data[:PIECE_BYTES]
+        ChunkHasher().add(piece)
+        return super()._write(file, piece)
+
+    def _read(self, file: Any, into: memoryview) -> int:
+        size = super()._read(file, into[:PIECE_BYTES])
+        crc32c(into[:size])
+        return size
 
 
 class RawGrpc:
@@ -104,6 +129,7 @@ def _served(directory: Path, *pair: Path) -> "tuple[subprocess.Popen[bytes], str
     """Starts the server, with TLS if it gets a certificate and its key; returns it and
     its address."""
     ready = directory / "address"
+    ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.speed.raw_grpc", str(ready)]
     server = subprocess.Popen([*command, *map(str, pair)])
     while not ready.exists():
@@ -224,30 +250,36 @@ def _packed(pieces: list[memoryview]) -> Iterator[bytes]:
 
 
 class Memory:
-    """The floor for memory: one copy."""
+    """The floor for memory: one copy, into memory that was touched by the first save of
+    as many bytes."""
 
     pids: Sequence[int] = ()
 
     def __init__(self, directory: Path) -> None:
         del directory
-        self._held: list[Any] = []
+        self._held = np.empty((2, 0), np.uint8)
 
     def save(self, step: int, state: State) -> None:
         del step
-        shards = [
-            np.asarray(shard.data)
-            for leaf in state.values()
-            for shard in leaf.addressable_shards
-            if not shard.replica_id
-        ]
-        self._held = [shard.copy() for shard in shards]
+        shards = list(_shards(state))
+        size = sum(map(len, shards))
+        if self._held.shape[1] != size:
+            self._held = np.ones((2, size), np.uint8)
+        at = 0
+        for shard in shards:
+            self._held[0, at : at + len(shard)] = shard
+            at += len(shard)
 
     def restore(self, step: int, target: Target) -> Any:
         del step, target
-        return [shard.copy() for shard in self._held]
+        self._held[1] = self._held[0]
+        return self._held[1]
+
+    def remove(self, *steps: int) -> None:
+        """Does nothing: a save replaces the one before."""
 
     def close(self) -> None:
-        self._held = []
+        pass
 
 
 def _bytes_of(array: "NDArray[Any]") -> memoryview:
@@ -262,6 +294,7 @@ def _close(file: Any) -> None:
 FLOORS: Final[Mapping[str, Maker]] = {
     "memcpy": Memory,
     "files": RawFiles,
+    "sums": SummedFiles,
     "grpc": RawGrpc,
     "grpc-files": GrpcFiles,
     "grpc-files-tls": GrpcFilesTls,

@@ -22,10 +22,11 @@ def growth(contender: Ours, states: States, directory: Path) -> dict[str, Any]:
     """Returns the memory of client and server around the 10th and the 50th cycle of a
     save, a restore, and the removal of the step before."""
     del directory
-    state = states.whole()
-    target = target_of(state)
+    changing = states.whole()
+    target = target_of(changing.state)
     resident: dict[str, list[float]] = {"client": [], "server": []}
     for step in range(1, CYCLES + 1):
+        state = changing.change()
         contender.save(step, state)
         check(state, contender.restore(step, target), target)
         if step > 1:
@@ -33,7 +34,7 @@ def growth(contender: Ours, states: States, directory: Path) -> dict[str, Any]:
         gc.collect()
         resident["client"].append(memory_mib([os.getpid()]))
         resident["server"].append(memory_mib(family(contender.pids)))
-    found: dict[str, Any] = {"bytes": bytes_of(state)}
+    found: dict[str, Any] = {"bytes": bytes_of(changing.state)}
     for side, mib in resident.items():
         before, after = (median(mib[at - AROUND : at]) for at in (WARM, CYCLES))
         found |= {f"{side}_mib_10": before, f"{side}_mib_50": after}

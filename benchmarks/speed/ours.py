@@ -1,14 +1,15 @@
 """This store through its public client, connected in each of the three ways."""
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import storesvc_client as store
+from benchmarks.speed.changing import State
 from benchmarks.speed.contenders import Maker, Target
-from benchmarks.speed.states import State
-from storesvc_client._values.options import SnapshotMode
 from tests.support.certificates import Authority
 from tests.support.server_process import ServerProcess
 
@@ -17,16 +18,18 @@ class Ours:
     """This store, through its client."""
 
     pids: Sequence[int] = ()
-    snapshot: SnapshotMode = "none"
-    """Memory for the copy of a state; ``save`` waits until the end, and needs none."""
 
-    def __init__(self, client: store.Client) -> None:
+    def __init__(self, client: store.Client, **options: Any) -> None:
         self._client = client
         self.run = client.run("bench/speed")
         """Run of the saved states."""
+        self.returned = 0.0
+        self._options = options
 
     def save(self, step: int, state: State) -> None:
-        self.run.save(step, state, base=None, snapshot=self.snapshot).result()
+        pending = self.run.save(step, state, **self._options)
+        self.returned = time.perf_counter()
+        pending.result()
 
     def restore(self, step: int, target: Target) -> Any:
         return self.run.restore(step, like=target)
@@ -46,19 +49,21 @@ class Ours:
 class Embedded(Ours):
     """An embedded server."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(store.connect((directory / "store").as_uri()))
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(store.connect((directory / "store").as_uri()), **options)
 
 
 class Streamed(Ours):
     """A server process, and a client that sends all bytes through it."""
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
+    def __init__(
+        self, directory: Path, arguments: Sequence[str] = (), **options: Any
+    ) -> None:
         self._server = ServerProcess(directory / "store", directory, *arguments)
         self._server.start()
         self.pids = [self._server.pid]
         try:
-            super().__init__(self._connected())
+            super().__init__(self._connected(), **options)
         except BaseException:
             self._server.stop()
             raise
@@ -79,14 +84,12 @@ class Streamed(Ours):
 class StreamedTls(Streamed):
     """Streamed over TLS."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **options: Any) -> None:
         authority = Authority(directory)
         pair = authority.issue("server", "127.0.0.1", "localhost")
         self._ca = authority.certificate
-        super().__init__(
-            directory,
-            *("--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)),
-        )
+        tls = ("--tls-cert", str(pair.certificate), "--tls-key", str(pair.key))
+        super().__init__(directory, tls, **options)
 
     def _connected(self) -> store.Client:
         return store.connect(self._server.address, ca=self._ca)
@@ -100,24 +103,14 @@ class Direct(Streamed):
         return store.connect(self._server.address, direct=root)
 
 
-class StreamedInBackground(Streamed):
-    """Streamed; ``save`` returns once the state is copied, and training continues."""
-
-    snapshot: SnapshotMode = "host"
-
-
-class DirectInBackground(Direct):
-    """Direct; ``save`` returns once the state is copied, and training continues."""
-
-    snapshot: SnapshotMode = "host"
-
-
 OURS: Final[Mapping[str, Maker]] = {
-    "streamed": Streamed,
-    "streamed-tls": StreamedTls,
-    "direct": Direct,
     "embedded": Embedded,
-    "streamed-async": StreamedInBackground,
-    "direct-async": DirectInBackground,
+    "embedded-none": partial(Embedded, snapshot="none"),
+    "embedded-none-new": partial(Embedded, snapshot="none", base=None),
+    "direct": Direct,
+    "direct-none": partial(Direct, snapshot="none"),
+    "streamed": Streamed,
+    "streamed-none": partial(Streamed, snapshot="none"),
+    "streamed-none-tls": partial(StreamedTls, snapshot="none"),
 }
 """Contenders by name."""

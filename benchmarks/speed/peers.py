@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -13,9 +14,9 @@ import ml_dtypes
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from benchmarks.speed.changing import State
 from benchmarks.speed.contenders import Maker, NotInstalledError, Target
 from benchmarks.speed.files import sync
-from benchmarks.speed.states import State
 
 
 class Orbax:
@@ -30,10 +31,12 @@ class Orbax:
         self._ocp, self._directory = ocp, directory
         handler = ocp.PyTreeCheckpointHandler(**self.options)
         self._checkpointer = ocp.AsyncCheckpointer(handler)
+        self.returned = 0.0
 
     def save(self, step: int, state: State) -> None:
         args = self._ocp.args.PyTreeSave(state)
         self._checkpointer.save(self._directory / str(step), args=args)
+        self.returned = time.perf_counter()
         self._checkpointer.wait_until_finished()
 
     def restore(self, step: int, target: Target) -> Any:

@@ -5,12 +5,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from benchmarks.speed.changing import State
 from benchmarks.speed.contenders import Contender
 from benchmarks.speed.files import bytes_below
 from benchmarks.speed.meters import measured
 from benchmarks.speed.ours import Ours
 from benchmarks.speed.side_by_side import bytes_of, check, target_of
-from benchmarks.speed.states import State, States
+from benchmarks.speed.states import States
 
 
 def lora(contender: Contender, states: States, directory: Path) -> dict[str, Any]:
@@ -19,8 +20,8 @@ def lora(contender: Contender, states: States, directory: Path) -> dict[str, Any
     ``stored_share`` compares the growth of the contender's directory; ``sent_share``,
     for this store only, is taken from its report.
     """
-    contender.save(0, states.small())
-    state = states.whole()
+    contender.save(0, states.small().state)
+    state = states.whole().state
     before = bytes_below(directory)
     with measured(contender.pids) as first:
         contender.save(1, state)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from benchmarks.speed.changing import State
 from benchmarks.speed.meters import measured
 from benchmarks.speed.ours import Ours
 from benchmarks.speed.side_by_side import same_bits
-from benchmarks.speed.states import State, States
+from benchmarks.speed.states import States
 
 _PARTS: Final = {"params": "graphstate", "mu": "opt_state", "nu": "opt_state"}
 """Keys of the parts of a state."""
@@ -20,8 +21,8 @@ def params(contender: Ours, states: States, directory: Path) -> dict[str, Any]:
     """Returns the bytes read from files per byte returned, counted before the cast.
     Only reads of files are counted, as the client receives no byte twice."""
     del directory
-    for step, state in enumerate((states.small(), states.whole())):
-        tree = _training_tree(state)
+    for step, changing in enumerate((states.small(), states.whole())):
+        tree = _training_tree(changing.state)
         contender.run.save(step, tree, base=None).result()
         with measured(contender.pids) as cost:
             found = contender.run.restore(step, select="graphstate/**", cast="bfloat16")

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from benchmarks.speed.changing import State
 from benchmarks.speed.contenders import Contender, Target
 from benchmarks.speed.files import drop_from_cache
-from benchmarks.speed.meters import back_memory, measured
-from benchmarks.speed.states import State, States
+from benchmarks.speed.meters import Cost, back_memory, measured
+from benchmarks.speed.states import States
 
 Layout: TypeAlias = Callable[
     [Mapping[str, tuple[int, ...]]], Mapping[str, NamedSharding]
@@ -32,8 +33,11 @@ def save_and_restore(
     layout: Layout | None,
     checks: bool,
 ) -> dict[str, Any]:
-    """Returns the costs of a save and a restore, without the memory of the restored
-    state; both are warmed up with a small state.
+    """Returns the costs of the first save and restore of a state and of the second
+    ones, after all of its leaves changed; they are warmed up with a small state.
+
+    The memory is that of the first ones, later ones use it again, without the restored
+    state.
 
     Args:
         contender: The contender.
@@ -42,25 +46,32 @@ def save_and_restore(
         layout: Shardings of the restored state; None: the saved ones.
         checks: Whether to compare the restored state with the saved one.
     """
-    small = states.small()
+    small = states.small().state
     contender.save(0, small)
     contender.restore(0, target_of(small, layout))
-    state = states.whole()
-    target = target_of(state, layout)
-    back_memory(_BACKED * bytes_of(state))
-    with measured(contender.pids) as saved:
-        contender.save(1, state)
-    drop_from_cache(directory)
-    back_memory(_BACKED * bytes_of(state))
-    with measured(contender.pids) as restored:
-        found = contender.restore(1, target)
-    restored.extra_mib -= _held_bytes(found) / _MIB
-    if checks:
-        check(state, found, target)
+    changing = states.whole()
+    target, size = target_of(changing.state, layout), bytes_of(changing.state)
+    costs: dict[str, list[Cost]] = {"save": [], "restore": []}
+    for step in (1, 2):
+        state, found = changing.change(), None
+        back_memory(_BACKED * size)
+        with measured(contender.pids) as saved:
+            contender.save(step, state)
+        drop_from_cache(directory)
+        back_memory(_BACKED * size)
+        with measured(contender.pids) as restored:
+            found = contender.restore(step, target)
+        restored.extra_mib -= _held_bytes(found) / _MIB
+        costs["save"].append(saved)
+        costs["restore"].append(restored)
+        if checks:
+            check(state, found, target)
+    for first, later in costs.values():
+        later.extra_mib = first.extra_mib
     return {
-        "bytes": bytes_of(state),
-        "save": asdict(saved),
-        "restore": asdict(restored),
+        "bytes": size,
+        **{phase: asdict(later) for phase, (_, later) in costs.items()},
+        "first": {phase: first.seconds for phase, (first, _) in costs.items()},
     }
 
 

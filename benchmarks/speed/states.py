@@ -6,14 +6,14 @@ divide it evenly. Its bits are random, so it cannot be compressed.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import jax
 import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-State: TypeAlias = dict[str, jax.Array]
+from benchmarks.speed.changing import Changing
 
 LAYERS: Final = 8
 WIDTH: Final = 1024
@@ -25,8 +25,8 @@ WORDS: Final = 32_000
 class States:
     """Makes the state; each call returns the same bits."""
 
-    whole: Callable[[], State]
-    small: Callable[[], State]
+    whole: Callable[[], Changing]
+    small: Callable[[], Changing]
     """Makes a small state of the same kind, to warm up."""
 
 
@@ -83,7 +83,7 @@ def _model(
     return shapes
 
 
-def _training_state(shapes: Mapping[str, tuple[int, ...]]) -> State:
+def _training_state(shapes: Mapping[str, tuple[int, ...]]) -> Changing:
     """Parameters in float32, and both moments of Adam in bfloat16."""
     rng = np.random.default_rng(0)
     parts = {"params": np.float32, "mu": ml_dtypes.bfloat16, "nu": ml_dtypes.bfloat16}
@@ -107,35 +107,33 @@ def random_bits(
     return bits.view(dtype).reshape(shape)
 
 
-def _placed(drawn: Mapping[str, Any], placed: "Mapping[str, NamedSharding]") -> State:
-    state = {key: jax.device_put(leaf, placed[key]) for key, leaf in drawn.items()}
-    jax.block_until_ready(state)
-    return state
+def _placed(drawn: dict[str, Any], placed: "Mapping[str, NamedSharding]") -> Changing:
+    return Changing((key, drawn.pop(key), placed[key]) for key in list(drawn))
 
 
-def _many(leaves: int) -> State:
+def _many(leaves: int) -> Changing:
     rng, dtype = np.random.default_rng(0), np.dtype(np.float32)
     drawn = {f"leaf/{i}": random_bits(rng, (64,), dtype) for i in range(leaves)}
     return _placed(drawn, fsdp({key: leaf.shape for key, leaf in drawn.items()}))
 
 
-def _lm() -> State:
+def _lm() -> Changing:
     return _training_state(_model(LAYERS, WIDTH, HIDDEN, WORDS))
 
 
-def _tiny() -> State:
+def _tiny() -> Changing:
     return _training_state(_model(1, 128, 512, 1000))
 
 
-def _half() -> State:
+def _half() -> Changing:
     return _training_state(_model(3, WIDTH, HIDDEN, 6000))
 
 
-def _middle() -> State:
+def _middle() -> Changing:
     return _training_state(_model(2, 512, 2048, 4000))
 
 
-def _experts(layers: int, width: int) -> State:
+def _experts(layers: int, width: int) -> Changing:
     """A mixture of experts: three tensors [E, d, h] a layer, and a router."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(layers):
@@ -147,7 +145,7 @@ def _experts(layers: int, width: int) -> State:
     return _placed(drawn, fsdp(shapes))
 
 
-def _uneven(words: int, width: int) -> State:
+def _uneven(words: int, width: int) -> Changing:
     """Leaves of odd dimensions, from a few KiB to 200 MB for 50,257 words."""
     shapes: dict[str, tuple[int, ...]] = {"embed": (words, 1001), "head": (1001, words)}
     shapes |= {"table": (width - 2, 9999), "bias": (1025,), "scale": (33, 31)}

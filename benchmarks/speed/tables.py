@@ -40,12 +40,12 @@ def table(work: str, place: str, found: Found) -> str:
 
 def bars_table(verdicts: Iterable[Verdict]) -> str:
     """Returns the table of the bars."""
-    lines = [f"{'bar':60}{'measured':>10}{'bar':>9}"]
+    lines = [f"{'bar':68}{'measured':>10}{'bar':>9}"]
     for verdict in verdicts:
         bar, value = verdict.bar, verdict.value
         figure = "-" if value is None else f"{value:.2f}"
         limit = f"{bar.sense} {bar.limit:g}"
-        lines.append(f"{bar.what:60}{figure:>10}{limit:>9}  {verdict}")
+        lines.append(f"{bar.what:68}{figure:>10}{limit:>9}  {verdict}")
     return "\n".join(lines)
 
 
@@ -65,20 +65,23 @@ def _absent(found: Found) -> Iterator[str]:
 
 
 def _phases(size: float, found: Found) -> Iterator[str]:
-    yield f"{'':12}" + "".join(f"{phase:^26}  " for phase in PHASES).rstrip()
+    yield f"{'':18}" + "".join(f"{phase:^34}  " for phase in PHASES).rstrip()
     is_small = size < SMALL_GB
     time, cpu_time = ("s", "CPU-s") if is_small else ("GB/s", "CPU-s/GB")
-    columns = f"{time:>8}{cpu_time:>10}{'MiB':>8}  "
-    yield f"{'':12}{columns * len(PHASES)}".rstrip()
+    columns = f"{time:>8}{'first':>8}{cpu_time:>10}{'MiB':>8}  "
+    yield f"{'':18}{columns * len(PHASES)}".rstrip()
     for name, rounds in found.items():
-        line = f"{name:12}"
+        line = f"{name:18}"
         for phase in PHASES:
             cpu, extra = (
                 median(each[phase][field] for each in rounds)
                 for field in ("cpu_seconds", "extra_mib")
             )
-            took = _seconds(rounds, phase) if is_small else speed(rounds, phase)
-            line += f"{took:8.2f}{cpu / (1 if is_small else size):10.2f}{extra:8.0f}  "
+            took = _seconds(rounds, phase)
+            first = median(each["first"][phase] for each in rounds)
+            if not is_small:
+                took, first, cpu = size / took, size / first, cpu / size
+            line += f"{took:8.2f}{first:8.2f}{cpu:10.2f}{extra:8.0f}  "
         yield line.rstrip()
 
 
@@ -94,7 +97,7 @@ def _bounds(size: float, found: Found) -> Iterator[str]:
         }
     for name, values in rows.items():
         cells = (f"{values[phase]:8.2f}" for phase in PHASES)
-        yield f"{name:12}" + (" " * 20).join(cells)
+        yield f"{name:18}" + (" " * 28).join(cells)
 
 
 def _ratios(found: Found) -> Iterator[str]:
@@ -102,10 +105,10 @@ def _ratios(found: Found) -> Iterator[str]:
     ours = [name for name in OURS if name in found]
     if not others or not ours:
         return
-    yield f"{'speed of ours':20}" + "".join(f"{f'/ {o}':>14}" for o in others)
+    yield f"{'speed of ours':24}" + "".join(f"{f'/ {o}':>14}" for o in others)
     for name in ours:
         for phase in PHASES:
-            line = f"{f'{name} {phase}':20}"
+            line = f"{f'{name} {phase}':24}"
             for other in others:
                 ratio = _seconds(found[other], phase) / _seconds(found[name], phase)
                 line += f"{ratio:14.2f}"

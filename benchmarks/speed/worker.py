@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.speed.blocking import blocked
 from benchmarks.speed.buckets import FAR, lists
 from benchmarks.speed.contenders import Contender, Maker, NotInstalledError
 from benchmarks.speed.fanning import fanout
@@ -31,7 +30,6 @@ Trial = Callable[[Any, States, Path], dict[str, Any]]
 TRIALS: Final[Mapping[str, Trial]] = {
     "lora": lora,
     "params": params,
-    "blocked": blocked,
     "growth": growth,
     "fanout": fanout,
     "lists": lists,

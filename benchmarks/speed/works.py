@@ -12,15 +12,18 @@ FLOORS: Final = ("memcpy", "files", "grpc")
 """One copy of the state, its bytes in plain files (fsync included), its bytes through
 gRPC with nothing packed."""
 
-_WAYS: Final = ("streamed", "direct", "embedded")
+_WAYS: Final = ("embedded", "embedded-none", "direct-none", "streamed-none")
 
-_HERE: Final = (*_WAYS, "streamed-async", "direct-async")
-"""This store: through a server, direct to the files of a server, with an embedded
-server. Saves of these three block until they are durable, and copy nothing on the host.
-The ``-async`` ones return once the state is copied, as in a train loop; the benchmark
-then waits for their end."""
+LOCAL: Final = (
+    *("embedded", "embedded-none", "embedded-none-new", "direct", "direct-none"),
+    *("streamed", "streamed-none", "streamed-none-tls"),
+)
+"""This store with an embedded server, direct to the files of a server, through a
+server. Saves copy the state and return, as by default, or copy nothing on the host
+("none", ``snapshot="none"``); the benchmark waits until they are durable. They are on
+the last checkpoint, or on none ("new", ``base=None``)."""
 
-OURS: Final = (*_HERE, "bucket")
+OURS: Final = (*LOCAL, "bucket")
 """The above, and this store on a bucket, direct."""
 
 PEERS: Final = ("orbax", "orbax-raw", "jax", "safetensors", "torch", "easydel")
@@ -46,7 +49,7 @@ class Work:
     """One line of description."""
     state: str = "lm"
     """Name of its state."""
-    contenders: tuple[str, ...] = (*FLOORS, *_HERE, *PEERS)
+    contenders: tuple[str, ...] = (*FLOORS, *_WAYS, *PEERS)
     """Contenders that run by default."""
     rounds: int | None = None
     """Most rounds, for a work that repeats itself within a round; None: no limit."""
@@ -79,20 +82,16 @@ WORKS: Final[Mapping[str, Work]] = {
     ),
     "lora": Work(
         says="a second save of lm, with 99 % of its leaves as they were",
-        contenders=("streamed-async", "direct-async", "orbax"),
+        contenders=("embedded", "streamed", "orbax"),
     ),
     "params": Work(
         says="of a whole training state only graphstate/**, cast to bfloat16",
-        contenders=_WAYS,
-    ),
-    "blocked": Work(
-        says="how long save() keeps a train loop that donates every leaf right after",
-        contenders=("streamed-async", "direct-async"),
+        contenders=("embedded", "streamed"),
     ),
     "growth": Work(
         says="memory over 50 saves and restores in one process",
         state="middle",
-        contenders=("streamed-async", "direct-async"),
+        contenders=("embedded", "streamed"),
         rounds=1,
     ),
     "fanout": Work(

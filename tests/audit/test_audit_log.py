@@ -359,6 +359,7 @@ def test_a_log_is_whole_after_a_server_is_killed_at_work(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_full_disk_refuses_commits_and_deletions_and_serves_reads(
     audited: Callable[..., Audited], tmp_path: Path
 ) -> None:

@@ -91,7 +91,7 @@ def console(client: store.Client) -> Iterator[ServedConsole]:
             "/storage",
             "/events?of=many",
         ],
-        every=4,
+        every=9,
     ),
 )
 def test_a_page_has_few_elements(console: ServedConsole, path: str) -> None:

@@ -48,7 +48,7 @@ BROKEN: Final = {
 }
 
 
-@pytest.mark.parametrize("what", sampled(list(BROKEN), every=5))
+@pytest.mark.parametrize("what", sampled(list(BROKEN), every=5, checked_every=2))
 def test_a_broken_file_system_is_named(
     tmp_path: Path, library: Path, what: str
 ) -> None:

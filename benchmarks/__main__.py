@@ -10,9 +10,8 @@ from benchmarks.speed.works import WORKS
 
 OTHERS: Final = {
     "catalogue": "lists of many checkpoints and runs",
-    "chain": "the requests of a save to a bucket that wait for one another",
     "changes": "saves on a base and without one, of leaves that all change",
-    "device": "saves from an accelerator, restores to it, its link",
+    "device": "saves from an accelerator and restores to it, by its link",
     "flips": "one flipped bit, and who notices",
     "identity": "calls and saves with a token, a policy, an audit log, and without",
     "imports": "imports, and plain reads of the same files by TensorStore",
@@ -21,7 +20,7 @@ OTHERS: Final = {
     "loop": "the time that a training loop adds to a step that is not saved",
     "memory": "the server's memory while a tree is saved and restored",
     "mounts": "restores from a checkpoint of Orbax, by this store and by Orbax",
-    "requests": "what a save and a restore ask of a bucket, as it is billed",
+    "requests": "the requests to a bucket, and how many of them wait for others",
     "shapes": "this store and Orbax on states of any shape, drawn by a seed",
     "startup": "how long storectl and connect take to start",
     "telemetry": "a server with metrics and traces, and one without; scrapes",

@@ -11,8 +11,8 @@ A restore is bounded by what it has in flight:
     requests in flight * bytes of each / (latency + bytes of each / rate of each)
 
 The copies and checksums of client, server and emulator are not in them, nor are the
-requests of a save that wait for one another; ``python -m benchmarks chain`` counts
-those.
+requests of a save that wait for one another; ``python -m benchmarks requests``
+counts those.
 """
 
 from collections.abc import Mapping

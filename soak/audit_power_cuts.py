@@ -79,8 +79,9 @@ def _unannounced(store_root: Path, intents: list[tuple[str, str]]) -> list[str]:
             return []
     made = [method for method, _ in intents]
     lost = []
-    if len(rows) > made.count("CommitUpload"):
-        lost.append(f"{len(rows)} commits, {made.count('CommitUpload')} intents")
+    intended = made.count("CommitUpload") + made.count("CreateCheckpoint")
+    if len(rows) > intended:
+        lost.append(f"{len(rows)} commits, {intended} intents")
     if any(row.delete_time for row in rows) and "DeleteCheckpoint" not in made:
         lost.append("a deletion without an intent")
     if tags and "SetTag" not in made:

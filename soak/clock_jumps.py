@@ -81,7 +81,9 @@ async def _save_and_collect(
         body=str(step).encode(),
     )
     try:
-        record = await saver.uploads.begin(name, new, b"".join(pack_leaves(tree_of())))
+        record, _ = await saver.uploads.begin(
+            name, new, b"".join(pack_leaves(tree_of()))
+        )
         await _collect(collector)
         clocks[0].jump = theirs
         opened = await saver.uploads.open(name, record.epoch)

@@ -39,6 +39,12 @@ def save(client: store.Client) -> None:
         promises.save(client, 2)
 
 
+def save_small(client: store.Client) -> None:
+    """Saves step 3, in one call."""
+    with suppress(store.AlreadyExistsError):
+        promises.save(client, 3)
+
+
 def collect(client: store.Client) -> None:
     """Deletes step 0, purges it, and collects its garbage."""
     run = client.run(promises.RUN)
@@ -57,6 +63,13 @@ WORKS = (
         kept=frozenset({0, 1}),
         changes=frozenset({2}),
         after=frozenset({0, 1, 2}),
+    ),
+    Work(
+        name="small save",
+        do=save_small,
+        kept=frozenset({0, 1}),
+        changes=frozenset({3}),
+        after=frozenset({0, 1, 3}),
     ),
     Work(
         name="collection",

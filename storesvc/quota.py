@@ -108,6 +108,8 @@ _BUSY_SECONDS: Final = 5
 
 _STREAMS: Final = rpcs_with(lambda rpc: rpc.is_stream)
 _OF_UPLOAD: Final = rpcs_with(lambda rpc: rpc.is_of_upload)
+_BEGIN: Final = frozenset({"BeginUpload", "CreateCheckpoint"})
+_END: Final = frozenset({"CommitUpload", "AbortUpload", "CreateCheckpoint"})
 
 Scope: TypeAlias = tuple[Literal["namespace", "principal"], str]
 """The kind and the name of a group of calls that are counted together."""
@@ -232,7 +234,7 @@ class Quotas:
                 if (found := self._scope(scope).uploads.get(upload)) is not None:
                     found.last = now
         for scope, rule in scopes:
-            if call.method == "BeginUpload":
+            if call.method in _BEGIN:
                 self._begin_upload(call, scope, rule, now)
         if call.method == "CommitUpload" and (room := self._storage_rule(namespace)):
             counted = self._scope(("namespace", namespace))
@@ -246,7 +248,7 @@ class Quotas:
         """Counts the end of a call."""
         for scope, kind, amount in self._held.pop(call.request_id, ()):
             self._scope(scope).running[kind] -= amount
-        if call.method == "BeginUpload":
+        if call.method in _BEGIN:
             # A failed call takes its upload back, unless another has begun the same.
             for key, calls in [*self._begun.items()]:
                 if call.request_id not in calls:
@@ -257,7 +259,7 @@ class Quotas:
                 if error is not None and not calls:
                     scope, upload = key
                     self._scope(scope).uploads.pop(upload, None)
-        elif call.method in ("CommitUpload", "AbortUpload") and error is None:
+        if call.method in _END and error is None:
             for counted in self._scopes.values():
                 counted.end(call.detail.get("name", ""))
         excess = len(self._scopes) - MAX_SCOPES

@@ -29,7 +29,7 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Final
+from typing import Final, cast
 
 import grpc
 from google.rpc import error_details_pb2
@@ -213,10 +213,11 @@ def _proxy(address: str) -> str:
 
 
 def _error(e: grpc.RpcError, address: str) -> StoreError:
-    assert isinstance(e, grpc.Call)  # gRPC raises them as one object
-    info, retry_seconds = _details(e)
+    # gRPC raises them as one object.
+    assert isinstance(e, grpc.Call | grpc.aio.AioRpcError)
+    info, retry_seconds = _details(cast("grpc.Call", e))
     if info is not None:
-        text = e.details()
+        text = e.details() or ""
         if info.reason == "RUN_NOT_FOUND" and not info.metadata.get("nearest"):
             text = f"store {address}: {text}"  # it may be another than was meant
         return error_class(e.code().name, info.reason)(

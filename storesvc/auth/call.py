@@ -99,6 +99,7 @@ RPCS: Final = MappingProxyType(
         "FinishWriter": _WRITER,
         "CommitUpload": _GRAVE,
         "AbortUpload": _GRAVE,
+        "CreateCheckpoint": Rpc(effect=Effect.GRAVE_CHANGE, is_stream=True),
         # ChunkService
         "ReadChunks": _LONG_READ,
         # MaintenanceService

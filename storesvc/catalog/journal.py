@@ -108,6 +108,11 @@ class Journal:
                 return number
         raise _overtaken(namespace)
 
+    async def look_up(self, namespace: str) -> None:
+        """Looks for the last number, so that ``announce`` need not."""
+        if namespace not in self._known:
+            await self._last(namespace, 0)
+
     def notify_landed(self, namespace: str) -> None:
         """Notifies the watchers of this process that an announced change was made."""
         landings = self._landings.get(namespace)

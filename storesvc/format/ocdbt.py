@@ -431,7 +431,7 @@ class View:
     """The objects of an OCDBT key space."""
 
     nodes: list[bytes]
-    """Contents of the node file, in order."""
+    """Contents of the node file, in order, from `node_offset`."""
     root: bytes
     """The OCDBT manifest that references the root node."""
 
@@ -456,6 +456,7 @@ def view_arrays(
     node_file: str,
     uuid: bytes,
     commit_time_ns: int,
+    node_offset: int = 0,
 ) -> View:
     """Returns the key space of some arrays.
 
@@ -466,13 +467,14 @@ def view_arrays(
         node_file: Name of the node file, relative to the base.
         uuid: Identity of the key space; 16 bytes.
         commit_time_ns: Nanoseconds since the epoch.
+        node_offset: Offset of the contents in the node file, which may hold chunks.
 
     Raises:
         ValueError: A value exceeds the limits of the format.
     """
     values: dict[bytes, int] = {}
     """Offset of each distinct ``zarr.json`` in the node file."""
-    at = 0
+    at = node_offset
     rows = []
     for array in arrays:
         value = dtypes.metadata_bytes(

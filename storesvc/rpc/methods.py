@@ -33,7 +33,10 @@ from storesvc.rpc.status import (
     is_contract_method,
     replace_method,
 )
-from storesvc_proto.v1.upload_service_pb2 import BeginUploadRequest
+from storesvc_proto.v1.upload_service_pb2 import (
+    BeginUploadRequest,
+    CreateCheckpointRequest,
+)
 
 
 class ReadOnly(grpc.aio.ServerInterceptor):
@@ -81,6 +84,12 @@ _NAMES: Final = tuple(
     )
 )
 """Fields that may name the object of a request, the most precise first."""
+
+
+_BEGINNINGS: Final = (BeginUploadRequest, CreateCheckpointRequest)
+_OF_A_SAVE: Final = (
+    *(Permission.UPLOADS_BEGIN, Permission.UPLOADS_WRITE, Permission.UPLOADS_COMMIT),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +148,7 @@ async def authorize(rpc: str, request: Any) -> None:
     needed = [] if isinstance(rule, Public | Open) else [*rule(request)]
     # before the checks, so that a denial is recorded with its object
     current.detail["name"] = _name(request)[:_NAME_LENGTH]
-    if isinstance(request, BeginUploadRequest):
+    if isinstance(request, _BEGINNINGS):
         current.detail["step"] = str(request.upload.step)
     for permission, resource in needed:
         access.require(permission, resource)
@@ -148,7 +157,7 @@ async def authorize(rpc: str, request: Any) -> None:
 
 def _name(request: Any) -> str:
     """Returns the name of the object that a request is about; empty: none."""
-    if isinstance(request, BeginUploadRequest):
+    if isinstance(request, _BEGINNINGS):
         with suppress(InvalidFieldError):  # the id is validated later
             upload = uuid.UUID(requests.checked_request_id(request.request_id))
             return f"{request.parent}/uploads/{upload.hex}"
@@ -290,6 +299,10 @@ RULES: Final = MappingProxyType[str, Rule](
         "FinishWriter": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
         "CommitUpload": _require(Permission.UPLOADS_COMMIT, UploadName),
         "AbortUpload": _require(Permission.UPLOADS_ABORT, UploadName),
+        "CreateCheckpoint": lambda request: (
+            (permission, RunName.from_resource(request.parent))
+            for permission in _OF_A_SAVE
+        ),
         # ChunkService
         "ReadChunks": _require(Permission.CHECKPOINTS_READ, CheckpointName),
         # MaintenanceService

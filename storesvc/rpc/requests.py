@@ -30,7 +30,7 @@ from storesvc.format.grids import MAX_RANK
 from storesvc.format.names import check_id
 from storesvc.gc.collector import DEFAULT_GRACE
 from storesvc.restore.sender import MAX_CHUNKS as MAX_READ_CHUNKS
-from storesvc.save.batches import FRAME_BYTES
+from storesvc.save.batches import FRAME_BYTES, SMALL_BYTES
 from storesvc.save.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
 from storesvc.save.receipts import MAX_PHASES
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
@@ -240,6 +240,12 @@ LARGE: Final = frozenset(
 MAX_READ_BYTES: Final = 10 * MAX_READ_CHUNKS + (4 << 10)
 """Maximum bytes of a ReadChunksRequest: a varint takes ten bytes at most."""
 
+_LIMITS: Final = {
+    "storesvc.v1.ReadChunksRequest": MAX_READ_BYTES,
+    "storesvc.v1.CreateCheckpointRequest": SMALL_BYTES + MAX_SMALL_BYTES,
+}
+"""Maximum bytes of other requests."""
+
 COUNTS: Final = MappingProxyType(
     {
         # one entry per leaf
@@ -314,8 +320,7 @@ def check_size(request: str, size_bytes: int) -> None:
     """
     if size_bytes <= MAX_SMALL_BYTES or request in LARGE:
         return
-    is_read = request == "storesvc.v1.ReadChunksRequest"
-    limit_bytes = MAX_READ_BYTES if is_read else MAX_SMALL_BYTES
+    limit_bytes = _LIMITS.get(request, MAX_SMALL_BYTES)
     if size_bytes > limit_bytes:
         name = request.rpartition(".")[2]
         raise LimitExceededError(

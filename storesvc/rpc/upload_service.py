@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -24,6 +25,7 @@ from storesvc.catalog.records import timestamp
 from storesvc.concurrency import FairSemaphore, offload
 from storesvc.errors import InvalidFieldError, LimitExceededError, StalledError
 from storesvc.format import wire
+from storesvc.format.checksums import digest
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
 from storesvc.quota import Quotas
@@ -46,7 +48,12 @@ from storesvc.rpc.streams import (
     release_messages,
     unexpected_part_error,
 )
-from storesvc.save.leaf_tables import LeafParts, SumParts, unpack_client_sums
+from storesvc.save.leaf_tables import (
+    LEAF_BYTES,
+    LeafParts,
+    SumParts,
+    unpack_client_sums,
+)
 from storesvc.save.receipts import check_report
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc.storage.requests import background_task
@@ -187,8 +194,25 @@ def upload_name(parent: str, request_id: str) -> UploadName:
     return UploadName(RunName.from_resource(parent), hex_id)
 
 
+def new_small_upload(
+    run: RunName, request: upload_api.CreateCheckpointRequest
+) -> NewUpload:
+    """Returns the upload that CreateCheckpoint describes.
+
+    Raises:
+        InvalidFieldError: A field is invalid; names it.
+    """
+    new = new_upload(run, request.upload)
+    if new.writer_count != 1 or new.base is not None:
+        raise InvalidFieldError(
+            "upload: expected one writer and no base, got "
+            f"{new.writer_count} and {new.base or 'none'}; begin an upload for that"
+        )
+    return replace(new, body=new.body + digest(request.data))
+
+
 def writer_report(
-    opening: upload_api.FinishWriterRequest,
+    opening: upload_api.FinishWriterRequest | upload_api.CreateCheckpointRequest,
 ) -> report_pb2.WriterReport | None:
     """Returns the report of a writer; None: it sent none.
 
@@ -295,7 +319,7 @@ class UploadService:
         parts, stream = LeafParts(name, opening.leaf_count), request_iterator
         async with self._leaf_table(parts, stream, context):
             table, digests = parts.join(), parts.digests
-            record = await self._store.uploads.begin(
+            record, _ = await self._store.uploads.begin(
                 name, new, table, digests, reserve=partial(self._quotas.reserve, name)
             )
         upload = messages.upload_message(name, record)
@@ -500,6 +524,27 @@ class UploadService:
         _log.info("CommitUpload %s@%d: %s", name.run, record.step, watch)
         checkpoint = messages.checkpoint_message(name.run, record)
         return upload_api.CommitUploadResponse(checkpoint=checkpoint)
+
+    async def CreateCheckpoint(
+        self, request: upload_api.CreateCheckpointRequest, context: Context
+    ) -> upload_api.CreateCheckpointResponse:
+        name, watch = upload_name(request.parent, request.request_id), Stopwatch()
+        new, table = new_small_upload(name.run, request), request.leaves
+        weight_bytes = LEAF_BYTES * len(table.key) + 3 * request.ByteSize()
+        async with self._working(context, weight_bytes):
+            record = await self._store.commits.create(
+                name,
+                new,
+                table.SerializeToString(deterministic=True),
+                request.data,
+                reserve=lambda size: self._quotas.send(name, size, size),
+                report=writer_report(request),
+            )
+        self._store.recent_commits.add(name.run)
+        watch.size_bytes = record.stored_bytes
+        _log.info("CreateCheckpoint %s@%d: %s", name.run, record.step, watch)
+        checkpoint = messages.checkpoint_message(name.run, record)
+        return upload_api.CreateCheckpointResponse(checkpoint=checkpoint)
 
     async def AbortUpload(
         self, request: upload_api.AbortUploadRequest, context: Context

@@ -40,6 +40,7 @@ from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.trees import Tree
 from storesvc.format.wire import Frame
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 LEAST_BYTES_PER_SECOND: Final = 64 << 10
 """Rate below which a client may lose its permit. A modem is faster; at this rate a
@@ -394,3 +395,34 @@ class Batch:
                 [(file, at, int(lengths[chunk])) for chunk, (_, _, at) in rows]
             ),
         )
+
+
+SMALL_BYTES: Final = 1 << 20
+"""Maximum bytes of the chunks of a small upload, which arrive in one request."""
+
+SMALL_CHUNKS: Final = 1_000
+"""Maximum leaves, and maximum chunks, of a small upload: all work on them takes a few
+milliseconds."""
+
+
+def check_small_chunks(tree: Tree, data: bytes) -> Batch:
+    """Returns the chunks of a small upload, which arrive back to back.
+
+    Raises:
+        LimitExceededError: There are too many leaves or chunks.
+        InvalidChunkError: The bytes are not as many as the leaf table has, or the
+            checksum of a chunk does not match.
+    """
+    rows = max(tree.chunk_count, len(tree.leaves))
+    if rows > SMALL_CHUNKS:
+        raise LimitExceededError(
+            f"expected at most {SMALL_CHUNKS} chunks and leaves, got {rows}; begin an "
+            "upload"
+        )
+    batch, lengths = Batch(tree, now=0.0), tree.lengths.all().tolist()
+    columns = upload_api.ChunkFrame(
+        chunk=range(len(lengths)), offset=[0] * len(lengths), length=lengths
+    )
+    if lengths or data:
+        batch.add_frame(Frame(columns, memoryview(data)), now=0.0)
+    return batch

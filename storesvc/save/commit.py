@@ -15,12 +15,24 @@ A checkpoint needs nothing of step 5, and garbage collection deletes what a cras
 leaves. So ``storectl serve`` over a bucket, where deletions take several requests,
 answers a commit first and deletes in the background: between ``defer`` and ``drain``.
 Elsewhere, as in an embedded store, ``delete`` waits.
+
+``create`` takes a small upload with its chunks, and commits it, in one call. Its
+durable writes, each after those before:
+
+1. The record of the upload: from here on no collection takes its objects for garbage.
+2. All objects that the slot will name, at the same time: one file with the chunks and
+   the nodes of the key space, its root, the manifest, the file table.
+3. The announcement. 4. The slot.
+
+There is no leaf table, lease, staging table and receipt: they are for calls that
+another process continues. Where the slot exists, it is reserved first; see
+``Uploads.begin``.
 """
 
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Final
@@ -41,16 +53,21 @@ from storesvc.format.chunks import ChunkLocations, Sums, merge
 from storesvc.format.layout import ROOT, RunPaths
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
-from storesvc.format.ocdbt import View
 from storesvc.format.trees import Tree
+from storesvc.save.batches import check_small_chunks
 from storesvc.save.receipts import Receipt, Receipts, longest
 from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
 from storesvc.save.rules import make_key_space
-from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.bucket import Generation, PreconditionError
+from storesvc.save.uploads import NewUpload, OpenUpload, Uploads, Version
+from storesvc.storage.bucket import (
+    IF_ABSENT,
+    Generation,
+    PreconditionError,
+    WriteCondition,
+)
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import background_task, run_all
-from storesvc.telemetry.events import Committed, Span, publish
+from storesvc.telemetry.events import ChunksMoved, Committed, Span, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2
 
@@ -219,6 +236,62 @@ class Commits:
             made = await self._finish_preparation(received, early)
         except StoreError as e:
             return await self._after_conflict(name, record, e)
+        committed = await self._land(name, record, Version(slot, seen), made, span)
+        # 5. Receipts and staging last: without them the upload could not be committed
+        #    again. The record names none of them; after a crash here, garbage
+        #    collection deletes them.
+        self._receipts.forget(name, writer_count=record.writer_count)
+        await self.discards.delete(name)
+        await reach(Failpoint.COMMIT_BEFORE_REPLY)
+        return committed
+
+    async def create(
+        self,
+        name: UploadName,
+        new: NewUpload,
+        table: bytes,
+        data: bytes,
+        *,
+        reserve: Callable[[int], Awaitable[None]],
+        report: report_pb2.WriterReport | None,
+    ) -> pb.CheckpointRecord:
+        """Begins a small upload, stores its chunks, which are `data` back to back, and
+        commits it; returns the record of the checkpoint.
+
+        Raises:
+            InvalidChunkError: The data do not fit the leaf table, or are damaged.
+            StoreError: As ``Uploads.begin`` and ``commit``.
+        """
+        span, unique = Span(), uuid.uuid4()
+        tree = await self._uploads.parse(name, table)
+        chunks = check_small_chunks(tree, data)
+        async with background_task(self._journal.look_up(name.run.namespace)) as look:
+            record, version = await self._uploads.begin(
+                name, new, table, reserve=reserve, commits_now=True
+            )
+            await look
+        if version.slot.state != slots.UPLOADING:  # only the reply was lost
+            return await self._settle_record(name, version.slot)
+        upload = OpenUpload(name, record, tree)
+        manifest = Manifest(tree, *chunks.table(_name_file(upload, unique)))
+        made = await self._write_objects(upload, manifest, unique, data)
+        publish(ChunksMoved(direction="in", path="stream", size_bytes=len(data)))
+        made = replace(made, writers=[report] if report else [])
+        committed = await self._land(name, record, version, made, span)
+        if version.generation is not IF_ABSENT:
+            await self.discards.delete(name)  # the leaf table of the reservation
+        await reach(Failpoint.COMMIT_BEFORE_REPLY)
+        return committed
+
+    async def _land(
+        self,
+        name: UploadName,
+        record: pb.UploadRecord,
+        seen: Version,
+        made: _Prepared,
+        span: Span,
+    ) -> pb.CheckpointRecord:
+        """Announces a commit whose objects are durable, and makes it."""
         # 3. Journal before slot: after a crash here, a watch reads the slot and finds
         #    that the change never landed. The other order would lose the event. Not
         #    while the objects are written, which would save a bucket's round trip: the
@@ -233,21 +306,15 @@ class Commits:
         number = await self._journal.announce(name.run.namespace, announcement)
         # 4. From this write on the checkpoint exists. The condition fails if the slot
         #    was taken over, or if another call of this commit was faster.
-        committed = self._committed_record(slot, record, made, number)
+        committed = self._committed_record(seen.slot, record, made, number)
         await reach(Failpoint.COMMIT_BEFORE_RECORD)
         try:
-            await self._write_slot(name, record, committed, seen)
+            await self._write_slot(name, record, committed, seen.generation)
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
-        self._receipts.forget(name, writer_count=record.writer_count)
         # A watcher reads the slot when it is notified, so never before this write.
         self._journal.notify_landed(name.run.namespace)
         publish(_event(name, committed, span))
-        # 5. Receipts and staging last: without them the upload could not be committed
-        #    again. The record names none of them; after a crash here, garbage
-        #    collection deletes them.
-        await self.discards.delete(name)
-        await reach(Failpoint.COMMIT_BEFORE_REPLY)
         return committed
 
     @asynccontextmanager
@@ -298,7 +365,7 @@ class Commits:
         call, because a record may name them.
         """
         upload, tree = received.upload, received.upload.tree
-        run, name = upload.places, upload.name
+        name = upload.name
         # 1. Decide, from the receipts alone, whether the upload is complete. In threads
         #    (as below), so that health checks are answered in the meantime. The commit
         #    renews the lease itself, because the client only waits.
@@ -316,53 +383,36 @@ class Commits:
         # 2. Check claimed chunks again: the base may have been purged since the writer
         #    finished.
         await self._check_claims(upload, sums, places)
-        # 3. Encode everything. The key space gets names unique to this call, so that a
-        #    late commit of the same upload by another server changes no object that a
-        #    record names; manifest and file table are named by their own digests.
-        manifest, unique = Manifest(tree, sums, places), uuid.uuid4()
-        node_file = run.data_prefix(name.upload) + unique.hex
-        made, data, table = await offload(
-            rows, _pack_manifest, upload, manifest, node_file, unique.hex[:8]
-        )
-        view = await offload(
-            rows,
-            make_key_space,
-            manifest,
-            node_file=node_file,
-            uuid=unique.bytes,
-            commit_time_ns=timestamp(self._clock.now()).ToNanoseconds(),
-        )
         await self._uploads.renew(upload)
-        # 4. Write them. At the same time, because nothing refers to them before the
-        #    record does, and a bucket takes long for each.
-        manifest_place = run.manifest(name.upload, made.manifest_digest)
-        table_place = run.file_table(name.upload, made.files_digest)
-        await run_all(
-            self._write_key_space(upload, made, node_file, view),
-            self._write(Failpoint.COMMIT_BEFORE_MANIFEST, manifest_place, data),
-            self._write(Failpoint.COMMIT_BEFORE_FILES, table_place, table),
+        made = await self._write_objects(
+            upload, Manifest(tree, sums, places), uuid.uuid4()
         )
         reports = (each for one in received.receipts.values() for each in one.report)
         return replace(made, writers=longest(reports))
 
-    async def _write(self, failpoint: Failpoint, place: str, data: bytes) -> None:
-        await reach(failpoint)
-        await self._bucket.write(place, data)
-
-    async def _write_key_space(
-        self, upload: OpenUpload, made: _Prepared, node_file: str, view: View
-    ) -> None:
-        """Writes the nodes and the root of a key space, whose name readers get from
-        the record only."""
-        root = upload.places.key_space(upload.name.upload, made.attempt) + ROOT
-        await run_all(
-            self._write_nodes(upload.places.data_file(node_file), view),
-            self._write(Failpoint.COMMIT_BEFORE_KEY_SPACE, root, view.root),
+    async def _write_objects(
+        self,
+        upload: OpenUpload,
+        manifest: Manifest,
+        unique: uuid.UUID,
+        data: bytes = b"",
+    ) -> _Prepared:
+        """Encodes and writes the objects that the record will name."""
+        tree = manifest.tree
+        made, objects = await offload(
+            tree.chunk_count + len(tree.leaves),
+            _encode_objects,
+            upload,
+            manifest,
+            unique,
+            data,
+            commit_time_ns=timestamp(self._clock.now()).ToNanoseconds(),
         )
-
-    async def _write_nodes(self, place: str, view: View) -> None:
-        await reach(Failpoint.COMMIT_BEFORE_NODES)
-        await self._bucket.write_new(place, view.nodes)
+        # At the same time, because nothing refers to them before the record does, and a
+        # bucket takes long for each.
+        await reach(Failpoint.COMMIT_BEFORE_OBJECTS)
+        await self._bucket.write_all(objects)
+        return made
 
     async def _check_claims(
         self, upload: OpenUpload, sums: Sums, places: ChunkLocations
@@ -427,7 +477,7 @@ class Commits:
         name: UploadName,
         record: pb.UploadRecord,
         committed: pb.CheckpointRecord,
-        generation: Generation,
+        generation: WriteCondition,
     ) -> None:
         """Writes the slot, on the condition that the upload still owns it.
 
@@ -501,21 +551,49 @@ def _find_moved(wanted: ChunkLocations, found: Sequence[Claims]) -> list[int]:
     return [row for row, place in enumerate(wanted.rows()) if there.get(row) != place]
 
 
-def _pack_manifest(
-    upload: OpenUpload, manifest: Manifest, node_file: str, attempt: str
-) -> tuple[_Prepared, bytes, bytes]:
-    """Returns the fields that a record will have, the manifest and the file table."""
-    data = b"".join(pack_manifest(manifest))
+def _name_file(upload: OpenUpload, unique: uuid.UUID) -> str:
+    """Returns the data file with the nodes of a key space."""
+    return upload.places.data_prefix(upload.name.upload) + unique.hex
+
+
+def _encode_objects(
+    upload: OpenUpload,
+    manifest: Manifest,
+    unique: uuid.UUID,
+    data: bytes,
+    *,
+    commit_time_ns: int,
+) -> tuple[_Prepared, dict[str, list[bytes]]]:
+    """Returns the fields that a record will have, and the objects that it names.
+
+    The key space gets names unique to this call, so that a late commit of the same
+    upload by another server changes no object that a record names; manifest and file
+    table are named by their own digests.
+    """
+    run, name, node_file = upload.places, upload.name.upload, _name_file(upload, unique)
+    packed = b"".join(pack_manifest(manifest))
     table = _file_table(manifest, node_file).SerializeToString(deterministic=True)
     made = _Prepared(
         manifest.tree,
-        attempt=attempt,
-        manifest_bytes=len(data),
-        manifest_digest=digest(data),
+        attempt=unique.hex[:8],
+        manifest_bytes=len(packed),
+        manifest_digest=digest(packed),
         files_digest=digest(table),
         own_bytes=int(manifest.places.length[_is_own(upload, manifest.places)].sum()),
     )
-    return made, data, table
+    view = make_key_space(
+        manifest,
+        node_file=node_file,
+        node_offset=len(data),
+        uuid=unique.bytes,
+        commit_time_ns=commit_time_ns,
+    )
+    return made, {
+        run.data_file(node_file): [data, *view.nodes],
+        run.key_space(name, made.attempt) + ROOT: [view.root],
+        run.manifest(name, made.manifest_digest): [packed],
+        run.file_table(name, made.files_digest): [table],
+    }
 
 
 def _file_table(manifest: Manifest, node_file: str) -> pb.FileTable:
@@ -523,7 +601,7 @@ def _file_table(manifest: Manifest, node_file: str) -> pb.FileTable:
     places = manifest.places
     bytes_in = np.bincount(places.file, places.length, len(places.files))
     held = {file: int(n) for file, n in zip(places.files, bytes_in, strict=True) if n}
-    held[node_file] = 0
+    held.setdefault(node_file, 0)  # of a small checkpoint it has the chunks, too
     files = sorted(held)
     return pb.FileTable(file=files, chunk_bytes=[held[file] for file in files])
 

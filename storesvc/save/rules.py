@@ -21,7 +21,12 @@ from storesvc.format.trees import Leaf, Tree
 
 
 def make_key_space(
-    manifest: Manifest, *, node_file: str, uuid: bytes, commit_time_ns: int
+    manifest: Manifest,
+    *,
+    node_file: str,
+    uuid: bytes,
+    commit_time_ns: int,
+    node_offset: int = 0,
 ) -> View:
     """Returns the key space that shows the leaves of a manifest as Zarr arrays.
 
@@ -30,6 +35,7 @@ def make_key_space(
         node_file: Name of the node file, relative to the pool.
         uuid: Identity of the key space; 16 bytes.
         commit_time_ns: Nanoseconds since the epoch.
+        node_offset: Offset of the nodes in the node file.
     """
     tree = manifest.tree
     return view_arrays(
@@ -47,6 +53,7 @@ def make_key_space(
         node_file=node_file,
         uuid=uuid,
         commit_time_ns=commit_time_ns,
+        node_offset=node_offset,
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Final, NamedTuple
 
 from cachetools import LRUCache
 
@@ -47,7 +47,13 @@ from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
 from storesvc.save.leaf_tables import LeafTables
 from storesvc.save.rules import differing_rows, first_difference
-from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
+from storesvc.storage.bucket import (
+    IF_ABSENT,
+    Bucket,
+    Generation,
+    PreconditionError,
+    WriteCondition,
+)
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import background_task, retrieve_error, run_all
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -146,6 +152,14 @@ class NewUpload:
     """Name of the user or job, for people; "": from a client of an earlier release."""
 
 
+class Version(NamedTuple):
+    """A slot of an upload."""
+
+    slot: pb.CheckpointRecord
+    generation: WriteCondition
+    """Condition of the next write; ``IF_ABSENT``: the slot is not written yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenUpload:
     """An upload that owns its slot."""
@@ -191,8 +205,9 @@ class Uploads:
         digests: bytes = b"",
         *,
         reserve: Callable[[int], Awaitable[None]] | None = None,
-    ) -> pb.UploadRecord:
-        """Reserves a step for an upload, and returns the record of the upload.
+        commits_now: bool = False,
+    ) -> tuple[pb.UploadRecord, Version]:
+        """Takes a step for an upload, and returns its record and its slot.
 
         Args:
             name: The upload.
@@ -200,6 +215,10 @@ class Uploads:
             table: Serialised leaf table.
             digests: Digests of the leaves that other writers hold too; empty: none.
             reserve: Rejects the bytes of all stored chunks, before anything is stored.
+            commits_now: Whether the same call commits the upload. An absent slot is not
+                reserved then: the record alone keeps its objects from being collected.
+                Another slot is, because a manifest of an upload whose epoch is above
+                the slot's is evidence that the slot was rolled back.
 
         Raises:
             InvalidTreeError: The leaf table contradicts itself.
@@ -214,7 +233,7 @@ class Uploads:
             ConflictError: Another upload of the step began at the same time.
         """
         tree_digest = digest(table)
-        tree = await self._leaf_tables.parse_table(name, tree_digest, table)
+        tree = await self.parse(name, table)
         if reserve is not None:
             await reserve(int(tree.lengths.sum()))
         values_digest = digest(digests) if digests else b""
@@ -223,13 +242,21 @@ class Uploads:
         # Resolves the base at the same time: its chunks are claimed only after the
         # upload has reserved its slot, so any time before is early enough.
         async with background_task(described) as describing:
-            record = await self._reserve_step(
-                name, new.step, identity, describing, table=table, digests=digests
+            found = await self._take_step(
+                *(name, new.step, identity, describing),
+                table=table,
+                digests=digests,
+                commits_now=commits_now,
             )
-        self._keep(name, record)
-        return record
+        if not commits_now:
+            self._keep(name, found[0])
+        return found
 
-    async def _reserve_step(
+    async def parse(self, name: UploadName, table: bytes) -> Tree:
+        """Returns the parsed form of a serialised leaf table; raises as ``begin``."""
+        return await self._leaf_tables.parse_table(name, digest(table), table)
+
+    async def _take_step(
         self,
         name: UploadName,
         step: int,
@@ -238,8 +265,9 @@ class Uploads:
         *,
         table: bytes,
         digests: bytes,
-    ) -> pb.UploadRecord:
-        """Reserves a step for an upload; see ``begin``."""
+        commits_now: bool,
+    ) -> tuple[pb.UploadRecord, Version]:
+        """Takes a step for an upload; see ``begin``."""
         elapsed, described = self._clock.elapsed(), None
         # 1. Read the slot, which may show that an earlier try of this request has
         #    succeeded, and the run at the same time.
@@ -251,7 +279,7 @@ class Uploads:
             record, run = await looking, await creating
         if record and slot and slots.holds(name, record, slot[0]):
             await self._bucket.settle(RunPaths(name.run).checkpoint(step))
-            return record
+            return record, Version(*slot)
         if slot and slot[0].state == slots.UPLOADING:
             access.require(Permission.UPLOADS_SUPERSEDE, name.run)
         epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
@@ -278,6 +306,9 @@ class Uploads:
         # begin with another request id.
         if (record.epoch, record.predecessor) != (epoch, predecessor):
             raise slots.lost(name, record, slot and slot[0])
+        reserved = slots.reservation(name.upload, record)
+        if commits_now and slot is None:
+            return record, Version(reserved, IF_ABSENT)
         await reach(Failpoint.BEGIN_BEFORE_TREE)
         await run_all(
             self._leaf_tables.write(name, record.tree_digest, table),
@@ -285,12 +316,12 @@ class Uploads:
         )
         # 3. Reserve the slot, on the condition that it is unchanged since step 1.
         await reach(Failpoint.BEGIN_BEFORE_SLOT)
-        await self._reserve(name, record, slot and slot[1])
+        generation = await self._reserve(name, reserved, record, slot and slot[1])
         self._seen[name] = elapsed
         if record is described:  # not that of an earlier try, which may be old
             self.leases.begin(name, record, elapsed)
         await reach(Failpoint.BEGIN_BEFORE_REPLY)
-        return record
+        return record, Version(reserved, generation)
 
     async def _checked_epoch(
         self,
@@ -306,13 +337,17 @@ class Uploads:
         return slots.next_epoch(run, None, floor=floor)
 
     async def _reserve(
-        self, name: UploadName, record: pb.UploadRecord, seen: Generation | None
-    ) -> None:
-        """Reserves the slot, on the condition that it is unchanged since the read."""
+        self,
+        name: UploadName,
+        reserved: pb.CheckpointRecord,
+        record: pb.UploadRecord,
+        seen: Generation | None,
+    ) -> Generation:
+        """Reserves the slot, on the condition that it is unchanged since the read;
+        returns its generation."""
         place = RunPaths(name.run).checkpoint(record.step)
-        reserved = slots.reservation(name.upload, record)
         try:
-            await write_record(
+            return await write_record(
                 self._bucket, place, reserved, condition=seen or IF_ABSENT
             )
         except PreconditionError:
@@ -322,6 +357,7 @@ class Uploads:
             # An earlier try of this request did it after the slot was read: its server
             # may have been killed while that write was on its way.
             await self._bucket.settle(place)
+            return slot[1]
 
     async def join(
         self,

@@ -10,7 +10,7 @@ import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import grpc
 import grpc.aio
@@ -21,6 +21,7 @@ from storesvc.format import layout
 from storesvc.quota import Quotas
 from storesvc.rpc import registry
 from storesvc.rpc.calls import OPEN, CallInterceptor, MeasuringInterceptor, Security
+from storesvc.rpc.in_process import InProcessCalls
 from storesvc.rpc.methods import ReadOnly
 from storesvc.rpc.registry import HealthCalls
 from storesvc.rpc.status import MAX_MESSAGE_BYTES, ErrorInterceptor
@@ -106,6 +107,13 @@ async def open_store(root: str, *, is_read_only: bool = False) -> Store:
     return store
 
 
+class Serving(NamedTuple):
+    """A server that runs."""
+
+    port: int
+    calls: InProcessCalls
+
+
 @asynccontextmanager
 async def running(
     store: Store,
@@ -116,8 +124,8 @@ async def running(
     read_only: str = "",
     security: Security = OPEN,
     max_connections: int = MAX_CONNECTIONS,
-) -> AsyncIterator[int]:
-    """Serves a store at an address while the context lasts; yields the port.
+) -> AsyncIterator[Serving]:
+    """Serves a store at an address while the context lasts.
 
     Args:
         store: The store.
@@ -128,6 +136,9 @@ async def running(
         read_only: The root if calls that change the store are rejected, else "".
         security: Authentication and authorization of the callers.
         max_connections: Connections at a time; others are closed at once.
+
+    Yields:
+        The port, and the calls that this process can make without it.
 
     Raises:
         InvalidFieldError: The address cannot be bound, or the certificates are
@@ -153,7 +164,9 @@ async def running(
             ("grpc.max_allowed_incoming_connections", max_connections),
         ),
     )
-    server.add_generic_rpc_handlers(registry.handlers(store, security, quotas))
+    handlers = registry.handlers(store, security, quotas)
+    server.add_generic_rpc_handlers(handlers)
+    calls = InProcessCalls(interceptors, handlers)
     health = HealthCalls(registry.SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     try:
@@ -165,7 +178,7 @@ async def running(
         raise unusable(address) from e
     await server.start()
     try:
-        yield port
+        yield Serving(port, calls)
     finally:
         # 1. Report NOT_SERVING, and keep accepting calls until clients have seen it:
         #    until then they would send a rejected call here again, and fail.
@@ -177,7 +190,7 @@ async def running(
         health.end()
         # 3. Reject new calls; wait for those in flight. A stream that is cut off must
         #    send again what was not acknowledged.
-        await server.stop(DRAIN_SECONDS)
+        await asyncio.gather(server.stop(DRAIN_SECONDS), calls.drain(DRAIN_SECONDS))
         # 4. Calls share the writes of leases, which outlive the calls of step 3.
         await store.uploads.leases.end()
 

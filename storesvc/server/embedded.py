@@ -1,8 +1,9 @@
 """Runs a server inside the process of its client.
 
 It has the same services and the same contract; only the address differs: a Unix socket
-in a directory that only this user can enter. All embedded servers of a process share
-one event loop, because gRPC's asyncio polls for one loop per process.
+in a directory that only this user can enter. Calls that are no streams do not even pass
+the socket (``EmbeddedServer.call``). All embedded servers of a process share one event
+loop, because gRPC's asyncio polls for one loop per process.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
 from storesvc.format import layout
+from storesvc.rpc.in_process import Metadata
 from storesvc.server import app
 from storesvc.server.gc_scheduler import (
     DEFAULT_INTERVAL,
@@ -77,13 +79,20 @@ class EmbeddedServer:
         _run(self._stack.aclose())
         self._remove()
 
+    def call(
+        self, method: str, request: bytes, seconds: float | None, metadata: Metadata
+    ) -> bytes:
+        """Makes a call without a connection; see ``InProcessCalls.call``."""
+        return _run(self._calls.call(method, request, seconds, metadata))
+
     async def _start(self, root: str, seconds: float) -> None:
         async with _storage_timeout(root, seconds):
             store = await app.open_store(root)
         self._stack.push_async_callback(
             apply_pending_retention, store, _RETENTION_SECONDS
         )
-        await self._stack.enter_async_context(app.running(store, self.address))
+        running = app.running(store, self.address)
+        self._calls = (await self._stack.enter_async_context(running)).calls
         await self._stack.enter_async_context(collecting(store, DEFAULT_INTERVAL))
 
 

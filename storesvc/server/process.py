@@ -423,10 +423,10 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
             read_only=serving.root if serving.is_read_only else "",
             security=security,
             max_connections=take_descriptors(),
-        ) as port,
+        ) as served,
     ):
         # 2. Report the address only now: calls are accepted.
-        ready(replace(serving, port=port))
+        ready(replace(serving, port=served.port))
         if serving.metrics and metrics_port:
             _log.info("metrics at http://%s:%d", serving.metrics.host, metrics_port)
         # 3. The collection ends before the drain, and gives its lease back.

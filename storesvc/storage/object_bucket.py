@@ -6,9 +6,10 @@ that may be repeated are hedged and retried; see `hedging.py`.
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import starmap
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import tensorstore as ts
@@ -37,7 +38,13 @@ from storesvc.storage.remote import (
     endpoint_in_environment,
     find_endpoint,
 )
-from storesvc.storage.requests import HedgedSender, answer, await_future, gather_each
+from storesvc.storage.requests import (
+    HedgedSender,
+    answer,
+    await_future,
+    gather_each,
+    run_all,
+)
 from storesvc.telemetry.events import (
     Operation,
     Span,
@@ -291,6 +298,17 @@ class TensorStoreBucket:
         when it returns. An error may leave a part of it."""
         with self._at(path, "write"):
             await self._backend.write_new(path, parts)
+
+    async def write_all(self, objects: Mapping[str, Sequence[Buffer]]) -> None:
+        """Writes objects at the same time, as ``write_new``; those outside the pool may
+        be there already, with the same contents."""
+        if not isinstance(self._backend, FileBackend):
+            await run_all(*starmap(self.write_new, objects.items()))
+            return
+        with ExitStack() as requests:
+            for path in objects:
+                requests.enter_context(self._at(path, "write"))
+            await self._backend.write_all(objects)
 
     async def create(self, path: str) -> NewObject:
         """Creates an object of unique name that is written piece by piece."""

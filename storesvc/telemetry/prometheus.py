@@ -66,6 +66,10 @@ _SIZES: Final = (
 """Bounds of the bytes of calls, from gRFC A66."""
 
 
+_COMMITS: Final = frozenset(
+    f"storesvc.v1.UploadService/{rpc}" for rpc in ("CommitUpload", "CreateCheckpoint")
+)
+
 _DENIALS: Final = frozenset(
     {
         *("PERMISSION_DENIED", "IDENTITY_REQUIRED", "CERTIFICATE_INVALID"),
@@ -406,7 +410,7 @@ class Metrics:
             self._errors.labels(method, event.reason).inc()
         if event.reason in _DENIALS:
             self._denied.labels(event.reason).inc()
-        if method == "storesvc.v1.UploadService/CommitUpload" and status != "OK":
+        if method in _COMMITS and status != "OK":
             self._commit_failures.labels(event.reason or status).inc()
 
     def _commit(self, event: Committed) -> None:

@@ -54,13 +54,16 @@ def test_changes_are_recorded_with_caller_and_object(
     log = audited()
     with store.connect(log.server.address) as client:
         run = client.run("prod/llama")
-        run.save(1, {"w": np.arange(9)}, labels={"secret": "label"}).result()
+        run.save(0, {"w": np.arange(9)}).result()  # in one call
+        run.save(1, {"w": np.zeros(1 << 18)}, labels={"secret": "label"}).result()
         run.tags.set("best", 1)
         run.restore(1)
         run.tags.delete("best")
         run.delete(1)
 
     assert log.calls() == [
+        ("intent", "CreateCheckpoint"),
+        ("ended", "CreateCheckpoint"),
         ("intent", "BeginUpload"),
         ("ended", "BeginUpload"),
         ("intent", "CommitUpload"),
@@ -74,6 +77,9 @@ def test_changes_are_recorded_with_caller_and_object(
         ("intent", "DeleteCheckpoint"),
         ("ended", "DeleteCheckpoint"),
     ]
+    created = log.entries()[1]["detail"]
+    assert created["name"].startswith("namespaces/prod/runs/llama/uploads/")
+    assert created["step"] == "0"
     last = log.entries()[-1]
     assert last["principal"] == last["authentication"] == "local"
     assert last["permissions"] == [

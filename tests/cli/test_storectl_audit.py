@@ -28,7 +28,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Audited]:
         run.tags.set("best", 1)
         with pytest.raises(store.PreconditionError):
             run.delete(1)  # it is tagged
-        client.run("prod/other").save(7, {"w": np.arange(9)}).result()
+        client.run("prod/other").save(7, {"w": np.zeros(1 << 18)}).result()
     yield log
     log.server.stop()
 

@@ -302,7 +302,8 @@ def test_live_uploads_show_as_a_table(
         begun.set()
         goes_on.wait(60)
 
-    save = run.save(4, TREE, progress=hold)
+    tree = {"x": np.ones(1 << 18)}  # a small save is one call, after it was copied
+    save = run.save(4, tree, progress=hold)
     assert begun.wait(60)
     found = rows(run.uploads.list())
     goes_on.set()

@@ -21,7 +21,7 @@ def spans(*rows: tuple[str, float, float]) -> tuple[PhaseSpan, ...]:
 
 
 def test_a_checkpoint_keeps_the_timeline_of_its_save(run: store.Run) -> None:
-    report = run.save(3, {"x": np.ones(1 << 16, np.float32)}).report()
+    report = run.save(3, {"x": np.ones(1 << 18, np.float32)}).report()
 
     trace = run.trace(3)
 

@@ -182,7 +182,7 @@ def served(
         lender = Lender(storage_at(root), config, **options)
         lending = replace(security, lender=lender)
         running = app.running(opened, "127.0.0.1:0", security=lending)
-        return await stack.enter_async_context(running)
+        return (await stack.enter_async_context(running)).port
 
     port = embedded._run(start())
     try:

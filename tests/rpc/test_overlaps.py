@@ -60,7 +60,8 @@ class Caller:
             body=b"",
         )
         table = b"".join(pack_leaves(tree_of()))
-        self.epoch = (await self.store.uploads.begin(self.name, new, table)).epoch
+        record, _ = await self.store.uploads.begin(self.name, new, table)
+        self.epoch = record.epoch
 
     async def open(self) -> OpenUpload:
         return await self.store.uploads.open(self.name, self.epoch)

@@ -55,6 +55,7 @@ LEAST: Final[dict[str, str | None]] = {
     "WriteChunks": "writer",
     "FinishWriter": "writer",
     "CommitUpload": "writer",
+    "CreateCheckpoint": "writer",
     "AbortUpload": "writer",
     "ReadChunks": "reader",
     "GetServerInfo": None,

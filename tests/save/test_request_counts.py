@@ -24,6 +24,7 @@ from storesvc_proto.v1 import tree_pb2
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Logged
 from tests.save.uploads_in_process import begin, finish
+from tests.support.collecting_process import started
 from tests.support.contract import placed_table, stored, sums
 from tests.support.faulty_bucket import Calls, FaultyBucket, no_faults
 from tests.support.thread_server import ThreadServer
@@ -80,6 +81,25 @@ OF_A_DIRECT_SAVE = {
     # The server checks that the object of the client is whole.
     "read data file": 1,
 }
+
+OF_A_SMALL_SAVE = {
+    "read slot": 1,
+    # An earlier try of this call may have written it.
+    "read upload": 1,
+    # Once more after the empty slot.
+    "read run": 2,
+    "write upload": 1,
+    # The chunks and the nodes.
+    "write data file": 1,
+    "write manifest": 1,
+    "write file table": 1,
+    "write key space": 1,
+    "write announcement": 1,
+    "read announcement": 1,
+    # The commit: nothing reserves the slot before, and nothing is left to delete.
+    "write slot": 1,
+}
+"""Requests of a save in one call to a run that has a checkpoint."""
 
 _PLACES = {
     r"runs/[^/]+/[^/]+\.binpb": "run",
@@ -145,16 +165,32 @@ def test_a_save_makes_these_requests(
     direct = f"{root}?concurrency=64" if is_direct else None
     with store.connect(server.address, direct=direct) as client:
         run = client.run(str(RUN))
-        run.save(STEP - 1, {"x": np.zeros(1000, np.float32)}).result()
+        run.save(STEP - 1, {"x": np.zeros(1 << 18, np.float32)}).result()
         gcs.clear()
 
-        run.save(STEP, {"x": np.ones(1000, np.float32)}).result()
+        run.save(STEP, {"x": np.ones(1 << 18, np.float32)}).result()
 
         found = Counter(kind_of(one, root.rpartition("/bucket/")[2]) for one in gcs.log)
     # The nodes of a key space are a data file, too.
     found["write data file"] -= expected["write nodes"]
     found["write nodes"] = expected["write nodes"]
     assert expected == dict(found)
+
+
+@pytest.mark.emulated
+def test_a_small_save_makes_these_requests(
+    served: tuple[str, ThreadServer], gcs: FakeGcs
+) -> None:
+    root, server = served
+    with store.connect(server.address) as client:
+        run = client.run(str(RUN))
+        run.save(STEP - 1, {"x": np.zeros(1000, np.float32)}).result()
+        gcs.clear()
+
+        run.save(STEP, {"x": np.ones(1000, np.float32)}).result()
+
+        found = Counter(kind_of(one, root.rpartition("/bucket/")[2]) for one in gcs.log)
+    assert OF_A_SMALL_SAVE == dict(found)
 
 
 class CallsInSteps(Calls):
@@ -261,6 +297,29 @@ async def steps_of_a_save() -> dict[str, int]:
     assert slots.COMMITTED == record.state
     found["discard"], _ = await calls.steps_of(opened.commits.discards.drain(60))
     return found
+
+
+async def steps_of_a_small_save(*, before: int) -> int:
+    """Returns the steps of a save in one call, by a process that has made some saves of
+    the run before; another process has made one."""
+    first = await started()
+    await first.create(1)
+    process = await first.beside()
+    for step in range(before):
+        await process.create(2 + step)
+    process.bucket.calls = calls = CallsInSteps()
+    steps, _ = await calls.steps_of(process.create(9))
+    await first.check()
+    return steps
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_small_save_waits_for_five_requests(before: int) -> None:
+    # 1. Read the slot, the record and the run; of the first save of a process, list the
+    # journal. 2. Write the record, and read the run again. 3. Write all objects that
+    # the slot names. 4. Write the announcement, and read the one before it. 5. Write
+    # the slot.
+    assert 5 == asyncio.run(steps_of_a_small_save(before=before))
 
 
 def test_a_save_waits_for_these_requests() -> None:

@@ -6,7 +6,7 @@ after another never ends.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -20,6 +20,7 @@ from storesvc.errors import (
     WriterUnfinishedError,
 )
 from storesvc.format import layout
+from storesvc.format.checksums import Buffer
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import LATEST, CheckpointName, RunName
 from storesvc.storage.bucket import ALWAYS, Generation, Stored, WriteCondition
@@ -76,6 +77,10 @@ class MeetingBucket(TensorStoreBucket):
     ) -> Generation:
         await self._meeting(path)
         return await super().write(path, data, condition=condition)
+
+    async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
+        await self._meeting(path)
+        await super().write_new(path, parts)
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
         await self._meeting(prefix)

@@ -236,7 +236,7 @@ def test_a_storage_that_fails_is_reported_at_once(
         run.save(1, {"x": np.zeros(4)}).result()
         block_pool(tmp_path)
         with pytest.raises(store.UnavailableError, match="the storage failed"):
-            run.save(2, {"x": np.zeros(9)}, base=None).result()
+            run.save(2, {"x": np.zeros(1 << 18)}, base=None).result()
 
 
 def test_a_write_that_is_cancelled_as_its_file_is_made_leaves_no_descriptor(

@@ -196,7 +196,7 @@ def test_a_save_that_finds_no_place_is_repeated_until_there_is_one(
 ) -> None:
     monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.1)
     with keep_places() as server, store.connect(server.address) as client:
-        state = {"x": np.arange(1000)}
+        state = {"x": np.arange(1 << 18)}
         with stalled_streams(server, MAX_BATCHES, within_a_chunk()):
             saving = client.run("good/run").save(1, state)
             time.sleep(2)  # it is rejected in the meantime, more than once

@@ -41,7 +41,7 @@ async def begin(
         body=str(step).encode(),
     )
     name, table = name_of(run, request or step), b"".join(pack_leaves(tree_of(chunks)))
-    record = await store.uploads.begin(name, new, table)
+    record, _ = await store.uploads.begin(name, new, table)
     return await store.uploads.presume_open(name, record.epoch)
 
 

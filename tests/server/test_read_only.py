@@ -20,7 +20,7 @@ WRITING = {
     *("UndeleteCheckpoint", "PurgeCheckpoint", "SetTag", "DeleteTag", "CreateHold"),
     *("RenewHold", "DeleteHold", "CollectGarbage", "BeginUpload", "JoinUpload"),
     *("KeepUploadAlive", "FindChunks", "WriteChunks", "FinishWriter", "CommitUpload"),
-    *("AbortUpload", "UpgradeStore"),
+    *("AbortUpload", "CreateCheckpoint", "UpgradeStore"),
 }
 
 

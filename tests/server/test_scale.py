@@ -179,7 +179,7 @@ def save(run: RunName, step: int) -> Task:
             base=CheckpointName(run, LATEST) if step > STEPS else None,
             body=b"",
         )
-        record = await opened.uploads.begin(name, new, table)
+        record, _ = await opened.uploads.begin(name, new, table)
         upload = await opened.uploads.open(name, record.epoch)
 
         async def frames() -> AsyncIterator[Frame]:

@@ -285,7 +285,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._model.begun(upload)
         return upload
 
-    def _begin(self, name: UploadName, step: int, base: int | str | None) -> Any:
+    async def _begin(self, name: UploadName, step: int, base: int | str | None) -> Any:
         new = NewUpload(
             step=step,
             writer_count=1,
@@ -296,7 +296,8 @@ class StoreMachine(RuleBasedStateMachine):
             body=f"{step} {base}".encode(),
         )
         table = b"".join(pack_leaves(tree_of(CHUNKS)))
-        return self._store.uploads.begin(name, new, table)
+        record, _ = await self._store.uploads.begin(name, new, table)
+        return record
 
     def _begin_as_clients_do(
         self, step: int, base: int | str | None, trouble: Trouble

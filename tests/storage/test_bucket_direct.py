@@ -216,7 +216,7 @@ def test_a_server_does_not_read_the_staging_tables_that_it_wrote(
     run = direct.run("tests/staged")
     gcs.clear()
 
-    run.save(0, {"x": drawn(100)}).result()
+    run.save(0, {"x": drawn(1 << 19)}).result()
     # the server deletes them after it has answered
     end = time.monotonic() + 60
     while {"POST", "GET", "DELETE"} != {one.method for one in staged(gcs)}:

@@ -193,6 +193,21 @@ class Writer:
         )
         return response
 
+    def create(self, **changes: Any) -> api.CreateCheckpointResponse:
+        """Makes all of the save in one call, with some fields of it changed."""
+        fields = {
+            "parent": self._parent,
+            "request_id": self.request_id,
+            "upload": self._upload,
+            "leaves": tree_pb2.LeafTable.FromString(b"".join(pack_leaves(self._tree))),
+            "data": b"".join(map(stored, range(self._tree.chunk_count))),
+        }
+        request = api.CreateCheckpointRequest(**{**fields, **changes})
+        response: api.CreateCheckpointResponse = self.stub.CreateCheckpoint(
+            request, timeout=30
+        )
+        return response
+
     def commit(self) -> api.CommitUploadResponse:
         """Commits."""
         request = api.CommitUploadRequest(name=self.name, epoch=self.epoch)

@@ -275,6 +275,17 @@ def _commit_upload(s: Saved) -> Any:
     return uploads.CommitUploadRequest(name=writer.name, epoch=writer.epoch)
 
 
+def _create_checkpoint(s: Saved) -> Any:
+    (leaves,) = pack_leaves(tree_of())
+    return uploads.CreateCheckpointRequest(
+        parent=s.run.resource,
+        request_id=_id(),
+        upload=uploads.Upload(step=3, writer_count=1),
+        leaves=tree_pb2.LeafTable.FromString(leaves),
+        data=b"".join(map(stored, range(3))),
+    )
+
+
 def _read_chunks(s: Saved) -> Any:
     found = s.step(1)
     return chunks.ReadChunksRequest(name=found.name, uid=found.uid, chunk=[0, 1, 2])
@@ -342,6 +353,7 @@ _REQUESTS: Final[dict[str, Callable[[Saved], Any]]] = {
     "FinishWriter": _finish_writer,
     "CommitUpload": _commit_upload,
     "AbortUpload": lambda s: uploads.AbortUploadRequest(name=_written(s).name),
+    "CreateCheckpoint": _create_checkpoint,
     "ReadChunks": _read_chunks,
     "GetServerInfo": lambda _: maintenance.GetServerInfoRequest(),
     "VerifyCheckpoint": lambda s: maintenance.VerifyCheckpointRequest(

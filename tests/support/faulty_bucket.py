@@ -8,14 +8,14 @@ which the calls begin, so the same calls with the same plan have the same outcom
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias, TypeVar
 
 from storesvc.errors import StorageUnavailableError
 from storesvc.format.checksums import Buffer
-from storesvc.format.layout import RESERVE
+from storesvc.format.layout import RESERVE, is_pooled
 from storesvc.format.wire import Part
 from storesvc.storage.bucket import (
     ALWAYS,
@@ -234,6 +234,16 @@ class FaultyBucket(TensorStoreBucket):
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
         return await self.calls.make("list", prefix, super().list(prefix, after=after))
+
+    async def write_all(self, objects: Mapping[str, Sequence[Buffer]]) -> None:
+        if not self.has_files:
+            await super().write_all(objects)
+            return
+        for path, parts in objects.items():  # so that a plan can fail between them
+            if is_pooled(path):
+                await self.write_new(path, parts)
+            else:
+                await self.write(path, b"".join(parts))
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
         write = super().write_new(path, parts)

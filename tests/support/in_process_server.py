@@ -30,7 +30,7 @@ class InProcessServer:
     async def _start(self) -> int:
         store = await app.open_store(self.root.as_uri())
         running = app.running(store, "127.0.0.1:0")
-        return await self._stack.enter_async_context(running)
+        return (await self._stack.enter_async_context(running)).port
 
 
 @contextmanager

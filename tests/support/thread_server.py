@@ -57,7 +57,7 @@ class ThreadServer:
     async def _run(self) -> None:
         self.store = await self.open_store()
         running = app.running(self.store, "127.0.0.1:0", security=self._security)
-        async with running as port:
-            self.address = f"127.0.0.1:{port}"
+        async with running as served:
+            self.address = f"127.0.0.1:{served.port}"
             self._ready.set()
             await self._stop.wait()

@@ -156,6 +156,39 @@ class MetadataChannel(ForwardingChannel):
         return call
 
 
+class _InProcessChannel(ForwardingChannel):
+    """Makes the calls that are no streams without the socket of an embedded server."""
+
+    def __init__(self, channel: grpc.Channel, server: "EmbeddedServer") -> None:
+        self._channel = channel
+        self._server = server
+        self._is_open = True
+
+    def _method(self, kind: str, arguments: Any, options: Any) -> Callable[..., Any]:
+        if kind != "unary_unary":
+            made: Callable[..., Any] = getattr(self._channel, kind)(
+                *arguments, **options
+            )
+            return made
+        (method,) = arguments
+        serialize = options["request_serializer"]
+        parse = options["response_deserializer"]
+
+        def call(
+            request: Any, timeout: float | None = None, metadata: "Metadata" = ()
+        ) -> Any:
+            if not self._is_open:
+                raise ValueError("Cannot invoke RPC on closed channel!")  # as gRPC does
+            data = serialize(request)
+            return parse(self._server.call(method, data, timeout, metadata))
+
+        return call
+
+    def close(self) -> None:
+        self._is_open = False
+        super().close()
+
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -264,6 +297,8 @@ class Connection:
         self._end = end
         self._is_open = True
         self._process = os.getpid()
+        self.creates_in_one_call = True
+        """False once the server has shown that it does not know CreateCheckpoint."""
         if end is not None:
             close_at_exit(self.close)
 
@@ -444,8 +479,11 @@ def open_connection(
         server = start_embedded(target, timeout=timeout)
         return Connection(
             lambda number: MetadataChannel(
-                grpc.insecure_channel(
-                    server.address, _number_options(_EMBEDDED_OPTIONS, number)
+                _InProcessChannel(
+                    grpc.insecure_channel(
+                        server.address, _number_options(_EMBEDDED_OPTIONS, number)
+                    ),
+                    server,
                 ),
                 call_metadata(None, target),
             ),

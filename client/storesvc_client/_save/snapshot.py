@@ -407,7 +407,7 @@ different; equal probes mean nothing. Unlike checksums they are never stored."""
 PROBE_BYTES: Final = 4096
 
 
-def _probe(spans: "Iterable[Bytes]") -> int:
+def make_probe(spans: "Iterable[Bytes]") -> int:
     """Returns the probe of a chunk's elements, one range after another."""
     probe, left = 0, PROBE_BYTES
     for span in spans:
@@ -513,7 +513,7 @@ class Snapshot:
                 lent = self._lent(slab)
                 if lent is not None:
                     for ordinal in wanted:
-                        self._probes[ordinal] = _probe(lent[ordinal - slab.first])
+                        self._probes[ordinal] = make_probe(lent[ordinal - slab.first])
                     self._slab_queue.put(FilledSlab(slab, wanted, None, lent))
                     continue
                 with self._meter.phase("wait"):
@@ -531,7 +531,7 @@ class Snapshot:
             for ordinal, at, size in slab.rows():
                 if ordinal in chosen:
                     self._source.copy(ordinal, buffer[at : at + size])
-                    self._probes[ordinal] = _probe([buffer[at : at + size]])
+                    self._probes[ordinal] = make_probe([buffer[at : at + size]])
             known = self._known
             if known is not None:
                 known.ask([o for o in wanted if self._is_doubtful(known, o)])
@@ -573,7 +573,7 @@ class Snapshot:
         """Returns whether a chunk is equal to the base's, as far as that can be decided
         without a copy."""
         spans = self._source.in_order(ordinal)
-        if spans is None or _probe(spans) != known.probes[ordinal]:
+        if spans is None or make_probe(spans) != known.probes[ordinal]:
             return False
         summing = Hasher()
         for span in spans:

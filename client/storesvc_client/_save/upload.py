@@ -235,12 +235,7 @@ class Upload:
         Raises:
             StoreError: As the contract states for each call.
         """
-        # 4. Commit.
-        try:
-            checkpoint = self._writer.commit(self._writer.ref(self._begun.result()))
-        except PreconditionError as e:
-            self._explain(e)
-            raise
+        checkpoint = self._commit()
         own, described = self._measure_writer(), self._writer.described
         report = SaveReport(
             run=str(described.run),
@@ -262,6 +257,14 @@ class Upload:
         rows = np.unique(self._tree.locate_all(np.flatnonzero(self._reused))[0])
         reused = frozenset(self._tree.leaves[row].key for row in rows.tolist())
         return SaveResult(checkpoint, report, self._sums.result(), self.probes, reused)
+
+    def _commit(self) -> Checkpoint:
+        # 4. Commit.
+        try:
+            return self._writer.commit(self._writer.ref(self._begun.result()))
+        except PreconditionError as e:
+            self._explain(e)
+            raise
 
     @contextmanager
     def named(self) -> Generator[None]:

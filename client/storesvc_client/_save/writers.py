@@ -25,9 +25,11 @@ from functools import cache
 from platform import node
 from typing import Any, Final, SupportsFloat, TypeVar
 
+import grpc
+
 from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.chunks import Sums, pack_sums
-from storesvc.format.names import CheckpointName, RunName
+from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc_client._job.job import JointSave, Outcome, process_name
 from storesvc_client._rpc.connection import Connection
@@ -52,6 +54,7 @@ from storesvc_client.errors import (
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 
+T = TypeVar("T")
 _Opening = TypeVar("_Opening", api.BeginUploadRequest, api.JoinUploadRequest)
 
 _log = logging.getLogger("storesvc_client")
@@ -104,6 +107,10 @@ def checked_description(
     )
 
 
+class UnknownCallError(Exception):
+    """The server is of an earlier release, and does not know a call."""
+
+
 class Writer:
     """The only writer of an upload."""
 
@@ -131,12 +138,56 @@ class Writer:
         Raises:
             StoreError: As the contract states for BeginUpload.
         """
+        return self._with_request_ids("BeginUpload", self._begin)
+
+    def create(self, data: bytes, report: WriterReport) -> "tuple[str, Checkpoint]":
+        """Begins the upload, stores all its chunks and commits it, in one call; returns
+        its name and the checkpoint; retries transient errors.
+
+        Args:
+            data: The stored chunks of all leaves, back to back.
+            report: What this process measured so far, which the checkpoint keeps.
+
+        Raises:
+            StoreError: As the contract states for CreateCheckpoint.
+            UnknownCallError: The server is of an earlier release.
+        """
+        request = api.CreateCheckpointRequest(
+            parent=self.described.run.resource,
+            upload=self._describe_upload(base=""),
+            leaves=tree_pb2.LeafTable.FromString(b"".join(pack_leaves(self._tree))),
+            report=replace(report, owner=_owner()).to_message(),
+            data=data,
+        )
+
+        def create(request_id: str) -> Checkpoint:
+            request.request_id = request_id
+            timeout = self._connection.timeout
+            with (
+                self._meter.phase("commit"),
+                translate_rpc_errors(self._connection.address),
+            ):
+                try:
+                    answer = self._stub.CreateCheckpoint(request, timeout=timeout)
+                except grpc.RpcError as e:
+                    if e.code() is grpc.StatusCode.UNIMPLEMENTED:
+                        raise UnknownCallError from None
+                    raise
+            return Checkpoint.from_message(answer.checkpoint)
+
+        checkpoint = self._with_request_ids("CreateCheckpoint", create)
+        upload = uuid.UUID(request.request_id).hex
+        return UploadName(self.described.run, upload).resource, checkpoint
+
+    def _with_request_ids(self, call: str, act: Callable[[str], T]) -> T:
+        """Returns the result of a call that takes the step; retries transient errors
+        with the same request id."""
         for last_try in (False, False, True):
             request_id = str(uuid.uuid4())
             try:
-                for attempt in self._connection.attempts("BeginUpload"):
+                for attempt in self._connection.attempts(call):
                     with attempt:
-                        return self._begin(request_id)
+                        return act(request_id)
             except ConflictError as e:
                 # The step was freed in the meantime; a request id begins only once.
                 if last_try or e.reason != "UPLOAD_NOT_FOUND":
@@ -185,21 +236,26 @@ class Writer:
 
     def _begin(self, request_id: str) -> api.Upload:
         described = self.described
+        base = described.base.resource if described.base else ""
         first = api.BeginUploadRequest(
             parent=described.run.resource,
             request_id=request_id,
-            upload=api.Upload(
-                step=described.step,
-                writer_count=self.writer_count,
-                labels=described.labels,
-                metrics=described.metrics,
-                lease_duration=duration_message(described.lease, "lease="),
-                base=described.base.resource if described.base else "",
-                owner=_owner(),
-            ),
+            upload=self._describe_upload(base),
             leaf_count=len(self._tree.leaves),
         )
         return self._send_leaves(self._stub.BeginUpload, first)
+
+    def _describe_upload(self, base: str) -> api.Upload:
+        described = self.described
+        return api.Upload(
+            step=described.step,
+            writer_count=self.writer_count,
+            labels=described.labels,
+            metrics=described.metrics,
+            lease_duration=duration_message(described.lease, "lease="),
+            base=base,
+            owner=_owner(),
+        )
 
     def _send_leaves(self, method: Callable[..., Any], first: _Opening) -> api.Upload:
         """Sends a request and the leaf table, with the digests of its leaves, in one

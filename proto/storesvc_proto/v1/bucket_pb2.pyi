@@ -47,6 +47,8 @@ step.
 
 1. BeginUpload writes it as UPLOADING with the upload's id and an epoch one above the
    slot's last (create-if-absent, or a write conditional on the generation read).
+   CreateCheckpoint creates an absent slot as COMMITTED: the record of its upload,
+   which is written before its other objects, keeps these from being collected.
 2. The commit changes it to COMMITTED by a write that is conditional on the
    generation with its own upload and epoch. A later BeginUpload changes the
    generation, so an upload that lost its slot cannot commit, whatever its clock.

@@ -5,6 +5,7 @@ Writing checkpoints.
 
     BeginUpload (writer 0), JoinUpload (the others) -> FindChunks, WriteChunks (each
                 writer) -> FinishWriter (each writer) -> CommitUpload (once)
+    CreateCheckpoint: all of this in one call, for a small checkpoint of one writer
 
 Writers. Several processes may write one upload. Each of them plans the upload by
 itself, and waits for no other process before it has finished its own part, except
@@ -601,6 +602,76 @@ class CommitUploadResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
 
 Global___CommitUploadResponse: typing_extensions.TypeAlias = CommitUploadResponse
+
+@typing.final
+class CreateCheckpointRequest(google.protobuf.message.Message):
+    """Request of CreateCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    UPLOAD_FIELD_NUMBER: builtins.int
+    LEAVES_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    parent: builtins.str
+    """`namespaces/{namespace}/runs/{run}`."""
+    request_id: builtins.str
+    """A random UUID."""
+    data: builtins.bytes
+    """The stored chunks of all leaves back to back, ascending by ordinal: at most 1 MiB.
+    The server verifies the checksum that each of them ends with.
+    """
+    @property
+    def upload(self) -> Global___Upload:
+        """The upload, with a `writer_count` of 1 and without a `base`."""
+
+    @property
+    def leaves(self) -> storesvc_proto.v1.tree_pb2.LeafTable:
+        """The whole leaf table, of at most 1000 leaves and 1000 chunks."""
+
+    @property
+    def report(self) -> storesvc_proto.v1.report_pb2.WriterReport:
+        """What the writer measured; optional, and no part of the body by which a repeated call
+        is recognised.
+        """
+
+    def __init__(
+        self,
+        *,
+        parent: builtins.str = ...,
+        request_id: builtins.str = ...,
+        upload: Global___Upload | None = ...,
+        leaves: storesvc_proto.v1.tree_pb2.LeafTable | None = ...,
+        report: storesvc_proto.v1.report_pb2.WriterReport | None = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["leaves", b"leaves", "report", b"report", "upload", b"upload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "leaves", b"leaves", "parent", b"parent", "report", b"report", "request_id", b"request_id", "upload", b"upload"]) -> None: ...
+
+Global___CreateCheckpointRequest: typing_extensions.TypeAlias = CreateCheckpointRequest
+
+@typing.final
+class CreateCheckpointResponse(google.protobuf.message.Message):
+    """Response of CreateCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    @property
+    def checkpoint(self) -> storesvc_proto.v1.checkpoint_service_pb2.Checkpoint:
+        """The new checkpoint."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: storesvc_proto.v1.checkpoint_service_pb2.Checkpoint | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
+
+Global___CreateCheckpointResponse: typing_extensions.TypeAlias = CreateCheckpointResponse
 
 @typing.final
 class AbortUploadRequest(google.protobuf.message.Message):

@@ -80,6 +80,11 @@ class UploadServiceStub(object):
                 request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.CommitUploadRequest.SerializeToString,
                 response_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.CommitUploadResponse.FromString,
                 _registered_method=True)
+        self.CreateCheckpoint = channel.unary_unary(
+                '/storesvc.v1.UploadService/CreateCheckpoint',
+                request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.CreateCheckpointRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.CreateCheckpointResponse.FromString,
+                _registered_method=True)
         self.AbortUpload = channel.unary_unary(
                 '/storesvc.v1.UploadService/AbortUpload',
                 request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.AbortUploadRequest.SerializeToString,
@@ -280,6 +285,32 @@ class UploadServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateCheckpoint(self, request, context):
+        """Writes a small checkpoint of one writer in one call: what BeginUpload, WriteChunks,
+        FinishWriter and CommitUpload do in several. Nothing is reused.
+
+        An upload that holds the step is superseded, as by BeginUpload. After the response
+        the checkpoint survives the loss of every process. A call that fails leaves no
+        checkpoint, or the whole one; what else it leaves is collected.
+
+        Idempotent by `request_id`: a repeated call with the same body returns the same
+        checkpoint. A server of an earlier release answers `UNIMPLEMENTED`. Deadline: 60 s,
+        also enforced by the server.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_TREE`, `INVALID_ITEM`, `INVALID_CHUNK`,
+        `REQUEST_ID_REUSED`.
+        * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
+        * `UPLOAD_SUPERSEDED`: this upload began earlier, and lost its step.
+        * `UPLOAD_NOT_FOUND`: as in BeginUpload; another `request_id` can be tried at once.
+        * `CONFLICT`: another upload of this step began concurrently.
+        * `LIMIT_EXCEEDED`: the request is larger than 1.25 MiB; or, with a `RetryInfo`, the
+        server has no memory for it now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortUpload(self, request, context):
         """Aborts an upload and frees its step.
 
@@ -342,6 +373,11 @@ def add_UploadServiceServicer_to_server(servicer, server):
                     servicer.CommitUpload,
                     request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.CommitUploadRequest.FromString,
                     response_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.CommitUploadResponse.SerializeToString,
+            ),
+            'CreateCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateCheckpoint,
+                    request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.CreateCheckpointRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.CreateCheckpointResponse.SerializeToString,
             ),
             'AbortUpload': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortUpload,
@@ -593,6 +629,33 @@ class UploadService(object):
             '/storesvc.v1.UploadService/CommitUpload',
             storesvc__proto_dot_v1_dot_upload__service__pb2.CommitUploadRequest.SerializeToString,
             storesvc__proto_dot_v1_dot_upload__service__pb2.CommitUploadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.UploadService/CreateCheckpoint',
+            storesvc__proto_dot_v1_dot_upload__service__pb2.CreateCheckpointRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_upload__service__pb2.CreateCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ Writing checkpoints.
 
     BeginUpload (writer 0), JoinUpload (the others) -> FindChunks, WriteChunks (each
                 writer) -> FinishWriter (each writer) -> CommitUpload (once)
+    CreateCheckpoint: all of this in one call, for a small checkpoint of one writer
 
 Writers. Several processes may write one upload. Each of them plans the upload by
 itself, and waits for no other process before it has finished its own part, except
@@ -196,6 +197,22 @@ _UploadServiceCommitUploadType = typing_extensions.TypeVar(
     ],
 )
 
+_UploadServiceCreateCheckpointType = typing_extensions.TypeVar(
+    '_UploadServiceCreateCheckpointType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.CreateCheckpointRequest,
+        storesvc_proto.v1.upload_service_pb2.CreateCheckpointResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.CreateCheckpointRequest,
+        storesvc_proto.v1.upload_service_pb2.CreateCheckpointResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.CreateCheckpointRequest,
+        storesvc_proto.v1.upload_service_pb2.CreateCheckpointResponse,
+    ],
+)
+
 _UploadServiceAbortUploadType = typing_extensions.TypeVar(
     '_UploadServiceAbortUploadType',
     grpc.UnaryUnaryMultiCallable[
@@ -212,7 +229,7 @@ _UploadServiceAbortUploadType = typing_extensions.TypeVar(
     ],
 )
 
-class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadServiceJoinUploadType, _UploadServiceGetUploadType, _UploadServiceListUploadsType, _UploadServiceKeepUploadAliveType, _UploadServiceFindChunksType, _UploadServiceWriteChunksType, _UploadServiceFinishWriterType, _UploadServiceCommitUploadType, _UploadServiceAbortUploadType]):
+class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadServiceJoinUploadType, _UploadServiceGetUploadType, _UploadServiceListUploadsType, _UploadServiceKeepUploadAliveType, _UploadServiceFindChunksType, _UploadServiceWriteChunksType, _UploadServiceFinishWriterType, _UploadServiceCommitUploadType, _UploadServiceCreateCheckpointType, _UploadServiceAbortUploadType]):
     """Writes checkpoints."""
 
     @typing.overload
@@ -252,6 +269,10 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
         grpc.UnaryUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.CommitUploadRequest,
             storesvc_proto.v1.upload_service_pb2.CommitUploadResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.CreateCheckpointRequest,
+            storesvc_proto.v1.upload_service_pb2.CreateCheckpointResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.AbortUploadRequest,
@@ -296,6 +317,10 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
         grpc.aio.UnaryUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.CommitUploadRequest,
             storesvc_proto.v1.upload_service_pb2.CommitUploadResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.CreateCheckpointRequest,
+            storesvc_proto.v1.upload_service_pb2.CreateCheckpointResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.AbortUploadRequest,
@@ -465,6 +490,29 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     * `CHUNKS_INCOMPLETE`, `CONFLICT`.
     """
 
+    CreateCheckpoint: _UploadServiceCreateCheckpointType
+    """Writes a small checkpoint of one writer in one call: what BeginUpload, WriteChunks,
+    FinishWriter and CommitUpload do in several. Nothing is reused.
+
+    An upload that holds the step is superseded, as by BeginUpload. After the response
+    the checkpoint survives the loss of every process. A call that fails leaves no
+    checkpoint, or the whole one; what else it leaves is collected.
+
+    Idempotent by `request_id`: a repeated call with the same body returns the same
+    checkpoint. A server of an earlier release answers `UNIMPLEMENTED`. Deadline: 60 s,
+    also enforced by the server.
+
+    Errors:
+    * `INVALID_FIELD`, `INVALID_TREE`, `INVALID_ITEM`, `INVALID_CHUNK`,
+      `REQUEST_ID_REUSED`.
+    * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
+    * `UPLOAD_SUPERSEDED`: this upload began earlier, and lost its step.
+    * `UPLOAD_NOT_FOUND`: as in BeginUpload; another `request_id` can be tried at once.
+    * `CONFLICT`: another upload of this step began concurrently.
+    * `LIMIT_EXCEEDED`: the request is larger than 1.25 MiB; or, with a `RetryInfo`, the
+      server has no memory for it now.
+    """
+
     AbortUpload: _UploadServiceAbortUploadType
     """Aborts an upload and frees its step.
 
@@ -513,6 +561,10 @@ UploadServiceAsyncStub: typing_extensions.TypeAlias = UploadServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         storesvc_proto.v1.upload_service_pb2.CommitUploadRequest,
         storesvc_proto.v1.upload_service_pb2.CommitUploadResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.CreateCheckpointRequest,
+        storesvc_proto.v1.upload_service_pb2.CreateCheckpointResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         storesvc_proto.v1.upload_service_pb2.AbortUploadRequest,
@@ -728,6 +780,34 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         * `CHECKPOINT_EXISTS`: another upload committed this step.
         * `WRITER_UNFINISHED`.
         * `CHUNKS_INCOMPLETE`, `CONFLICT`.
+        """
+
+    @abc.abstractmethod
+    def CreateCheckpoint(
+        self,
+        request: storesvc_proto.v1.upload_service_pb2.CreateCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.upload_service_pb2.CreateCheckpointResponse, collections.abc.Awaitable[storesvc_proto.v1.upload_service_pb2.CreateCheckpointResponse]]:
+        """Writes a small checkpoint of one writer in one call: what BeginUpload, WriteChunks,
+        FinishWriter and CommitUpload do in several. Nothing is reused.
+
+        An upload that holds the step is superseded, as by BeginUpload. After the response
+        the checkpoint survives the loss of every process. A call that fails leaves no
+        checkpoint, or the whole one; what else it leaves is collected.
+
+        Idempotent by `request_id`: a repeated call with the same body returns the same
+        checkpoint. A server of an earlier release answers `UNIMPLEMENTED`. Deadline: 60 s,
+        also enforced by the server.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_TREE`, `INVALID_ITEM`, `INVALID_CHUNK`,
+          `REQUEST_ID_REUSED`.
+        * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
+        * `UPLOAD_SUPERSEDED`: this upload began earlier, and lost its step.
+        * `UPLOAD_NOT_FOUND`: as in BeginUpload; another `request_id` can be tried at once.
+        * `CONFLICT`: another upload of this step began concurrently.
+        * `LIMIT_EXCEEDED`: the request is larger than 1.25 MiB; or, with a `RetryInfo`, the
+          server has no memory for it now.
         """
 
     @abc.abstractmethod

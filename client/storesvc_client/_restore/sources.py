@@ -259,6 +259,23 @@ BLOCK_BYTES: Final = 2 << 20
 GAP_BYTES: Final = 4 << 10
 """Largest gap between neighbours that is read too: storage reads whole pages."""
 
+DIRECT_BYTES: Final = 2 * PIECE_BYTES
+"""Bytes read into a buffer and verified together: each step waits for Python's lock."""
+
+OPEN_FILES: Final = 64
+"""Maximum files that stay open between the reads of a restore: to open one safely takes
+as many system calls as it has folders."""
+
+
+class _OpenFile:
+    """A descriptor, closed when nothing refers to it: no read can use another file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
 
 class FileSource:
     """Reads stored chunks from the data files of a run in a directory."""
@@ -270,8 +287,9 @@ class FileSource:
         self._manifest = manifest
         self._name = name
         self.budget = BufferBudget(BUDGET_BYTES)
-        self._calls: dict[int, tuple[float, Path]] = {}
-        """Timeout and path of the file call in progress, by thread."""
+        self._calls: dict[int, tuple[float, Read]] = {}
+        """Timeout of the file call in progress and its read, by thread."""
+        self._open: dict[str, _OpenFile] = {}
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
@@ -279,7 +297,10 @@ class FileSource:
             reads = self._plan_reads(ordinals, assembly)
         perform = partial(self._perform, _Scratch(), assembly)
         check = partial(self._check, assembly)
-        self.budget.perform(reads, perform, assembly, threads=THREADS, check=check)
+        try:
+            self.budget.perform(reads, perform, assembly, threads=THREADS, check=check)
+        finally:
+            self._open.clear()
 
     def _check(self, assembly: Assembly) -> None:
         """Checks the timeouts of the file calls and the deadline of the restore.
@@ -288,11 +309,11 @@ class FileSource:
             UnavailableError: One has passed.
         """
         now = time.monotonic()
-        for due, path in list(self._calls.values()):
+        for due, read in list(self._calls.values()):
             if now > due:
                 raise UnavailableError(
-                    f"{self._name}: data file {path} has not answered in time; check "
-                    "its disk or network, and try again",
+                    f"{self._name}: data file {self._path(read)} has not answered in "
+                    "time; check its disk or network, and try again",
                     reason="STORAGE_UNAVAILABLE",
                 )
         assembly.check_time()
@@ -301,7 +322,7 @@ class FileSource:
     def _due(self, read: Read, size_bytes: int) -> Iterator[None]:
         """Sets the timeout of a file call, which ``_check`` enforces."""
         due = time.monotonic() + READ_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
-        self._calls[threading.get_ident()] = due, self._path(read)
+        self._calls[threading.get_ident()] = due, read
         try:
             yield
         finally:
@@ -326,8 +347,9 @@ class FileSource:
     def _perform(self, scratch: "_Scratch", assembly: Assembly, read: Read) -> int:
         """Performs a read; returns the bytes of the buffers handed over."""
         take = self._read_single if len(read.chunks) == 1 else self._read_neighbours
-        with self._file(read) as file, assembly.meter.part(read.file):
-            return take(file, read, scratch, assembly)
+        with self._translating(read), assembly.meter.part(read.file):
+            file = self._open_file(read)
+            return take(file.descriptor, read, scratch, assembly)
 
     def _read_single(
         self, file: int, read: Read, scratch: "_Scratch", assembly: Assembly
@@ -336,7 +358,7 @@ class FileSource:
         is copied while it is in the cache; returns the bytes handed over."""
         (chunk,), (length,) = read.chunks, read.lengths
         size = length - CHECKSUM_BYTES
-        into, step = assembly.destination(chunk), PIECE_BYTES
+        into, step = assembly.destination(chunk), DIRECT_BYTES
         if into is None:
             step = assembly.piece_bytes(chunk, PIECE_BYTES)
         tail, checksum, meter = bytearray(CHECKSUM_BYTES), 0, assembly.meter
@@ -374,17 +396,23 @@ class FileSource:
         self._fill(file, [memory.data], read, start)
         return memory
 
-    @contextmanager
-    def _file(self, read: Read) -> Iterator[int]:
-        """Opens the file of a read; translates errors of the storage."""
-        place = f"{self._pool}{read.file}"
-        try:
+    def _open_file(self, read: Read) -> _OpenFile:
+        """Returns the file of a read, which may have been opened by an earlier one."""
+        found = self._open.get(read.file)
+        if found is None:
+            place = f"{self._pool}{read.file}"
             with self._due(read, 0):
-                file = rooted_files.open_file(self._root, place)
-            try:
-                yield file
-            finally:
-                os.close(file)
+                found = _OpenFile(rooted_files.open_file(self._root, place))
+            if len(self._open) >= OPEN_FILES:
+                self._open.clear()
+            self._open[read.file] = found
+        return found
+
+    @contextmanager
+    def _translating(self, read: Read) -> Iterator[None]:
+        """Translates errors of the storage."""
+        try:
+            yield
         except FileNotFoundError as e:
             raise self._lost(read, "is missing") from e
         except StoreError:  # some classes are OSErrors too

@@ -248,7 +248,7 @@ def test_a_shape_that_no_store_can_hold_is_rejected_before_anything_is_stored(
     assert [] == list(run.uploads.list())
 
 
-class Stopping:
+class Stopping(ForeignArray):
     """An array whose reads fail after some."""
 
     def __init__(self, array: ForeignArray, left: int) -> None:
@@ -295,7 +295,7 @@ def test_an_interrupted_step_is_resumed_with_what_was_stored(
     assert TABLE.tobytes() == leaves_of(run, 1)["params/table"].tobytes()
 
 
-class Interrupting:
+class Interrupting(ForeignArray):
     """An array whose second read is interrupted, as by Ctrl-C or by a kill."""
 
     def __init__(
@@ -343,7 +343,7 @@ class Pending(Future[None]):
         return super().result(timeout)
 
 
-class Waiting:
+class Waiting(ForeignArray):
     """An array whose reads do not begin; the first one fails, or is interrupted."""
 
     def __init__(self, error: Exception | None) -> None:

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from storesvc.format.checksums import digest
 from storesvc.format.grids import Region
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._foreign.foreign_step import ForeignStep, Reading
+from storesvc_client._foreign.foreign_step import ForeignArray, ForeignStep, Reading
 from storesvc_client.errors import DataLossError, NotFoundError
 from storesvc_proto.v1 import tree_pb2 as pb
 
 
-class ZarrArray:
+class ZarrArray(ForeignArray):
     """Elements of a zarr array; counts the bytes that are read."""
 
     def __init__(self, key: str, array: Any) -> None:

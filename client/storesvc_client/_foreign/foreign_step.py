@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -36,6 +36,9 @@ class Reading(Protocol):
 class ForeignArray(Protocol):
     """The elements of one row. Threads may share it."""
 
+    together: "Together | None" = None
+    """Reads small chunks of this array and of others; None: there is no such way."""
+
     def read(self, region: Region, into: NDArray[Any]) -> Reading:
         """Starts to read a region.
 
@@ -51,6 +54,18 @@ class ForeignArray(Protocol):
             The read. Its result raises a DataLossError that names the row if the stored
             bytes are damaged, and an UnavailableError if the storage does not answer.
         """
+
+
+Wanted: TypeAlias = tuple["ForeignArray", Region, NDArray[Any]]
+"""A region of an array, and what receives its elements."""
+
+
+class Together(Protocol):
+    """Reads small chunks of many arrays in one step. Threads may share it."""
+
+    def read(self, wanted: Sequence[Wanted]) -> bool:
+        """Reads regions of arrays that have this value in ``together``; returns False
+        if that is not possible or fails: each is to be read by its array then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

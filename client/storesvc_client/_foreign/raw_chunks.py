@@ -8,8 +8,9 @@ elements, then an index of one entry.
 
 Only what is stored as expected is read here. All else is left to TensorStore, which
 reads it or reports the damage. TensorStore does not say where a database stores its
-values, but its dump of the nodes does: each value is a range of a data file. A dump
-costs memory for each key, so databases with very many keys are not looked at.
+values, but its dump of the nodes does: each value is a range of a data file, or in the
+node itself if it is short. A dump costs memory for each key, so databases with very
+many keys are not looked at.
 
 A region of a row-major array is read in pieces. A piece is either a contiguous range,
 or a range that covers parts with small gaps between them, which cost less to read than
@@ -21,8 +22,10 @@ a request for each.
 
 import math
 import re
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -166,11 +169,13 @@ def _spans(chunk: Sequence[int], region: Region) -> list[range]:
     ]
 
 
-MAX_KEYS: Final = 50_000
-"""Maximum keys of a database that is looked at: some tens of MB."""
+MAX_KEYS: Final = 500_000
+"""Maximum keys of a database that is looked at. Each takes 1 KiB in the dump of its
+node, and 300 bytes afterwards."""
 
-MAX_DUMPED_BYTES: Final = 4 << 20
-"""Maximum stored bytes of a node whose keys are looked at."""
+MAX_DUMPED_BYTES: Final = 32 << 20
+"""Maximum stored bytes of a node whose keys are looked at; TensorStore rejects one of
+more than a million keys."""
 
 _VALUE: Final = re.compile(r"value:([^:%]*):([^:%]+):(\d{1,18}):(\d{1,18})")
 NODE: Final = re.compile(r"btreenode:[^:]*:[^:]+:\d{1,18}:(\d{1,18})")
@@ -185,6 +190,14 @@ class StoredRange(NamedTuple):
     start: int
     size: int
     """Bytes of the range."""
+
+
+Place: TypeAlias = StoredRange | bytes
+"""Range of a stored value; or the value, if a node of a database holds it."""
+
+
+_NEAR_BYTES: Final = 4 << 10
+"""Maximum bytes between two values that are read together."""
 
 
 class FolderPlaces:
@@ -211,10 +224,10 @@ class OcdbtPlaces:
         """Reads nothing yet."""
         self.location = LocalLocation(Path(folder))
         self._lock = threading.Lock()
-        self._found: Mapping[str, StoredRange] | None = None
+        self._found: Mapping[str, Place] | None = None
 
-    def find(self, key: str) -> StoredRange | None:
-        """Returns the range of a value; None if it is not known, for example because
+    def find(self, key: str) -> Place | None:
+        """Returns the place of a value; None if it is not known, for example because
         the database has too many keys.
 
         Raises:
@@ -226,7 +239,32 @@ class OcdbtPlaces:
                 self._found = dict(self._values())
         return self._found.get(key)
 
-    def _values(self) -> Iterator[tuple[str, StoredRange]]:
+    def read(self, keys: Iterable[str], *, most: int) -> list[bytes] | None:
+        """Returns values, those that are neighbours in a file by one read of it; None
+        if one is not known, is longer than `most`, or all are too long together."""
+        found = [self.find(key) for key in keys]
+        values = [each if isinstance(each, bytes) else b"" for each in found]
+        ranges = [
+            (each.path, each.start, each.start + each.size, n)
+            for n, each in enumerate(found)
+            if isinstance(each, StoredRange)
+        ]
+        sizes = [*map(len, values), *(stop - start for _, start, stop, _ in ranges)]
+        if None in found or max(sizes) > most or sum(sizes) > MAX_PIECE_BYTES:
+            return None
+        left = deque(sorted(ranges))
+        while left:
+            path, first, last, _ = left[0]
+            run = []
+            while left and left[0][0] == path and left[0][1] <= last + _NEAR_BYTES:
+                run.append(left.popleft())
+                last = max(last, run[-1][2])
+            data = self.location.read_range(path, first, last)
+            for _, start, stop, n in run:
+                values[n] = data[start - first : stop - first]
+        return values
+
+    def _values(self) -> Iterator[tuple[str, Place]]:
         import tensorstore as ts
 
         base = ts.KvStore.open(self.location.kvstore()).result()
@@ -254,11 +292,11 @@ class OcdbtPlaces:
                     below = prefix + entry["subtree_common_prefix"]
                     left.append((entry["location"], below, height - 1))
                 elif value := _VALUE.fullmatch(entry.get("indirect_value", "")):
-                    path = value[1] + value[2]
-                    yield (
-                        key.decode(errors="replace"),
-                        StoredRange(path, int(value[3]), int(value[4])),
-                    )
+                    path = sys.intern(value[1] + value[2])  # one for all its values
+                    place = StoredRange(path, int(value[3]), int(value[4]))
+                    yield key.decode(errors="replace"), place
+                elif isinstance(inline := entry.get("inline_value"), bytes):
+                    yield key.decode(errors="replace"), inline
 
 
 _THREADS: Final = 16
@@ -432,7 +470,7 @@ class RawChunks:
     def _elements(self, key: str) -> StoredRange | None:
         """Returns the range of the elements of a chunk."""
         place = self._places.find(key)
-        if place is None:
+        if not isinstance(place, StoredRange):
             return None
         if not self._form.is_shard:
             return place if place.size == self._chunk_bytes else None

@@ -43,9 +43,10 @@ from storesvc.format.grids import (
 )
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.buffers import Bytes
-from storesvc_client._chunks.memory import allocate
+from storesvc_client._chunks.memory import allocate, cut_batches
 from storesvc_client._chunks.slabs import FilledSlab, Slab, cut_slabs
-from storesvc_client._foreign.foreign_step import ForeignStep, Reading
+from storesvc_client._foreign.foreign_step import ForeignStep, Reading, Together
+from storesvc_client._foreign.raw_chunks import reading_threads
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES, BufferBudget
 from storesvc_client._save.snapshot import SlabQueue
@@ -216,12 +217,12 @@ class _InFlight:
 
     unit: Unit
     buffer: Bytes
-    readings: tuple[Reading, ...]
+    readings: Sequence[tuple[RegionRead, Reading]]
 
     def cancel(self) -> None:
         """Ends the reads, after a failure or Ctrl-C: threads that still read would
         delay the exit of the process."""
-        for reading in self.readings:
+        for _, reading in self.readings:
             reading.cancel()
 
 
@@ -301,32 +302,59 @@ class StepFiller:
                 return
             if any(read.is_padded for read in unit.reads):
                 buffer[...] = 0
-            readings = tuple(self._begin(read, buffer) for read in unit.reads)
+            readings = [*self._begin_all(unit, buffer)]
             in_flight.append(_InFlight(unit=unit, buffer=buffer, readings=readings))
             size += unit.size
         while in_flight:
             self._end(in_flight[0], slab_queue, meter)
             in_flight.popleft()
 
+    def _begin_all(
+        self, unit: Unit, buffer: Bytes
+    ) -> Iterator[tuple[RegionRead, Reading]]:
+        """Starts the reads of a unit; in one step those that can be read so."""
+        groups: dict[Together | None, list[RegionRead]] = {}
+        for read in unit.reads:
+            groups.setdefault(self._step.arrays[read.row].together, []).append(read)
+        for together, reads in groups.items():
+            if together is None:
+                yield from ((read, self._begin(read, buffer)) for read in reads)
+            else:
+                work = partial(self._read_together, together, reads, buffer)
+                yield reads[0], reading_threads().submit(work)
+
+    def _read_together(
+        self, together: Together, reads: Sequence[RegionRead], buffer: Bytes
+    ) -> None:
+        arrays = self._step.arrays
+        wanted = [(arrays[r.row], r.region, self._view(r, buffer)) for r in reads]
+        if not together.read(wanted):
+            for reading in [self._begin(read, buffer) for read in reads]:
+                reading.result()
+
     def _begin(self, read: RegionRead, buffer: Bytes) -> Reading:
         """Starts a read into the memory of its unit."""
-        array = self._step.arrays[read.row]
-        dtype = DTYPES[self._step.tree.leaves[read.row].dtype]
-        size = int(np.prod(read.shape, dtype=np.int64)) * dtype.itemsize
-        whole = buffer[read.start : read.start + size].view(dtype).reshape(read.shape)
-        inside = tuple(slice(0, stop - start) for start, stop in read.region)
-        view: NDArray[Any] = whole[(*inside, ...)]
+        array, view = self._step.arrays[read.row], self._view(read, buffer)
         if view.flags.aligned:
             return array.read(read.region, view)
         # Small rows are back to back in a slab; formats read into aligned memory only.
         aside = np.empty(view.shape, view.dtype)
         return _CopiedReading(array.read(read.region, aside), aside, view)
 
+    def _view(self, read: RegionRead, buffer: Bytes) -> NDArray[Any]:
+        """Returns the array of a read in the memory of its unit."""
+        dtype = DTYPES[self._step.tree.leaves[read.row].dtype]
+        size = int(np.prod(read.shape, dtype=np.int64)) * dtype.itemsize
+        whole = buffer[read.start : read.start + size].view(dtype).reshape(read.shape)
+        inside = tuple(slice(0, stop - start) for start, stop in read.region)
+        view: NDArray[Any] = whole[(*inside, ...)]
+        return view
+
     def _end(self, started: _InFlight, slab_queue: SlabQueue, meter: Meter) -> int:
         """Waits for the reads of a unit and puts its slabs into the queue; returns its
         size in bytes. Memory of a failed read is left to it."""
         with meter.phase("read"):
-            for reading, read in zip(started.readings, started.unit.reads, strict=True):
+            for read, reading in started.readings:
                 if not self._await(reading, read, slab_queue):
                     started.cancel()
                     return started.unit.size
@@ -361,7 +389,7 @@ class StepFiller:
 def _has_ended(started: _InFlight) -> bool:
     """Returns whether all reads of a unit have succeeded."""
     try:
-        for reading in started.readings:
+        for _, reading in started.readings:
             reading.result(0)
     except (StoreError, TimeoutError):
         return False
@@ -379,8 +407,16 @@ LOCAL_FLIGHT_BYTES: Final = 32 << 20
 
 PROCESSORS: Final = os.cpu_count() or 1
 
+TOGETHER_BYTES: Final = 4 << 20
+"""Maximum bytes of small chunks that are read in one step."""
+
 POLL_SECONDS: Final = 1.0
 """Interval at which a read in flight checks whether the restore has failed."""
+
+
+def _cost(read: Read) -> int:
+    """Returns the bytes of a small chunk and of the objects for it."""
+    return read.stop + 1024
 
 
 class StepSource:
@@ -398,7 +434,7 @@ class StepSource:
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
-            reads = [self._plan_read(ordinal) for ordinal in ordinals]
+            reads = self._plan_reads(ordinals)
         self.read_bytes += sum(read.stop for read in reads)
         largest = max((read.stop for read in reads), default=0)
         flight_bytes = FLIGHT_BYTES
@@ -410,6 +446,21 @@ class StepSource:
         self.budget.perform(
             reads, perform, assembly, threads=THREADS, check=assembly.check_time
         )
+
+    def _plan_reads(self, ordinals: Sequence[int]) -> list[Read]:
+        """Returns the reads of chunks; one of several reads what can be read so."""
+        groups: dict[Together | None, list[Read]] = {}
+        for ordinal in ordinals:
+            row, _ = self._step.tree.locate(ordinal)
+            group = groups.setdefault(self._step.arrays[row].together, [])
+            group.append(self._plan_read(ordinal))
+        reads = groups.pop(None, [])
+        for group in groups.values():
+            for batch in cut_batches(group, _cost, TOGETHER_BYTES):
+                chunks = tuple(read.chunks[0] for read in batch)
+                size = sum(read.stop for read in batch)
+                reads.append(replace(batch[0], chunks=chunks, stop=size))
+        return reads
 
     def _plan_read(self, ordinal: int) -> Read:
         """Returns the read of a chunk; its "file" is the leaf, for messages."""
@@ -427,6 +478,25 @@ class StepSource:
         )
 
     def _perform(self, assembly: Assembly, read: Read) -> int:
+        """Reads chunks; returns the bytes of the buffers handed over."""
+        if len(read.chunks) == 1:
+            return self._read_single(assembly, read)
+        arrays, tree = self._step.arrays, self._step.tree
+        wanted = [
+            (arrays[tree.locate(ordinal)[0]], region, into)
+            for ordinal in read.chunks
+            for region, into in assembly.parts(ordinal)
+        ]
+        together = wanted[0][0].together
+        assert together is not None
+        with assembly.meter.part(read.file), assembly.meter.phase("read"):
+            is_read = together.read(wanted)
+        if is_read:
+            return sum(assembly.finish(ordinal) for ordinal in read.chunks)
+        each = (self._plan_read(ordinal) for ordinal in read.chunks)
+        return sum(self._read_single(assembly, one) for one in each)
+
+    def _read_single(self, assembly: Assembly, read: Read) -> int:
         """Reads one chunk; returns the bytes of the buffers handed over."""
         (ordinal,) = read.chunks
         row, within = self._step.tree.locate(ordinal)

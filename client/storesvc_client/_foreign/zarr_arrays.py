@@ -16,11 +16,13 @@ that header is compared with the size of the chunk. No writer of a format that i
 here uses blosc by default.
 """
 
+import json
 import math
 import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -30,9 +32,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import Region, shape_problem
+from storesvc.format.grids import Region, part, shape_problem
 from storesvc.storage.location import CONCURRENCY, RETRIES
-from storesvc_client._foreign.foreign_step import ForeignArray, Reading
+from storesvc_client._foreign.foreign_step import (
+    ForeignArray,
+    Reading,
+    Together,
+    Wanted,
+)
 from storesvc_client._foreign.locations import Location
 from storesvc_client._foreign.raw_chunks import (
     MIN_CHUNK_BYTES,
@@ -42,6 +49,7 @@ from storesvc_client._foreign.raw_chunks import (
     Places,
     RawChunks,
     chunk_keys,
+    chunk_regions,
     raw_form,
     reading_threads,
 )
@@ -172,17 +180,23 @@ class ChunkBounds:
         layout, itemsize = store.chunk_layout, DTYPES[store.dtype.name].itemsize
         self.shape = _chunk_sizes(layout.read_chunk.shape, store.shape)
         """Shape of what is read as a whole."""
-        self._stored = _chunk_sizes(layout.write_chunk.shape, store.shape)
+        self.stored_shape = _chunk_sizes(layout.write_chunk.shape, store.shape)
         """Shape of what has a key: a shard, or a chunk."""
         self.chunk_bytes: int = math.prod(self.shape) * itemsize
         """Bytes of a chunk after decoding."""
-        self._longest = longest_stored(math.prod(self._stored) * itemsize)
-        count = math.prod(self._stored) // math.prod(self.shape)
+        self.longest = longest_stored(math.prod(self.stored_shape) * itemsize)
+        """Maximum bytes of a stored value."""
+        count = math.prod(self.stored_shape) // math.prod(self.shape)
         self._index = None
         if count > 1:
             self._index = _index_range(self.codec, count, row=row)
         self._checked: set[str] = set()
         """Shards that are within their bounds; each is read several times."""
+
+    @property
+    def is_alone(self) -> bool:
+        """True if a stored value is one chunk, which its size alone bounds."""
+        return self._index is None and not self._is_blosc
 
     def check(self, region: Region) -> None:
         """Rejects a region if a chunk of it is stored as more bytes than a chunk has,
@@ -193,9 +207,9 @@ class ChunkBounds:
             ValueError: Its header or index is not there; also other errors of
                 TensorStore.
         """
-        found = chunk_keys(self.metadata, self._stored, region)
+        found = chunk_keys(self.metadata, self.stored_shape, region)
         keys = [key for key in found if key not in self._checked]
-        check_stored(self._values, keys, self._longest, what=self._name)
+        check_stored(self._values, keys, self.longest, what=self._name)
         if self._is_blosc:
             most = self.chunk_bytes + _CHECKSUM_BYTES
             for key, size in self._parts(keys, _BLOSC_SIZE):
@@ -305,6 +319,64 @@ class StoredIn(NamedTuple):
     """Beginning of the keys of its chunks."""
 
 
+class SmallChunks(Together):
+    """Small chunks of arrays in one database that are encoded alike.
+
+    TensorStore decodes them as the chunks of one long array in memory: to read each by
+    itself takes fifteen times as long.
+    """
+
+    def __init__(self, places: OcdbtPlaces, driver: str, bounds: ChunkBounds) -> None:
+        """Takes the bounds of any of the arrays."""
+        self._places = places
+        self._driver = driver
+        self._bounds = bounds
+
+    def read(self, wanted: Sequence[Wanted]) -> bool:
+        """See ``Together``."""
+        numbers: dict[str, int] = {}
+        metadata, shape = self._bounds.metadata, self._bounds.stored_shape
+        copies = []
+        for array, region, into in wanted:
+            assert isinstance(array, TensorStoreArray)
+            regions = chunk_regions(shape, region)
+            keys = chunk_keys(metadata, shape, region)
+            for key, (chunk, within) in zip(keys, regions, strict=True):
+                number = numbers.setdefault(array.stored_key(key), len(numbers))
+                copies.append((number, within, part(into, region, chunk)))
+        try:
+            values = self._places.read(numbers, most=self._bounds.longest)
+            if values is None:
+                return False
+            decoded = self._decode(values)
+        except (StoreError, *_ERRORS):
+            return False
+        for number, within, target in copies:
+            index: Any = (number, *(slice(start, stop) for start, stop in within))
+            target[...] = decoded[index]
+        return True
+
+    def _decode(self, values: Sequence[bytes]) -> NDArray[Any]:
+        """Returns chunks, decoded; the first dimension is their number."""
+        import tensorstore as ts
+
+        first, *others = self._bounds.stored_shape
+        shape = [len(values) * first, *others]
+        metadata = {**self._bounds.metadata, "shape": shape}
+        whole = tuple((0, n) for n in shape)
+        keys = chunk_keys(metadata, self._bounds.stored_shape, whole)
+        shared = ts.Context()  # of its own: a store in memory is a part of it
+        memory = ts.KvStore.open("memory://", context=shared).result()
+        for write in [*map(memory.write, keys, values)]:
+            write.result()
+        spec = {"driver": self._driver, "metadata": metadata}
+        opening = ts.open(
+            spec, kvstore=memory, open=True, read=True, assume_metadata=True
+        )
+        found: NDArray[Any] = opening.result().read().result()
+        return found.reshape(len(values), first, *others)
+
+
 class TensorStoreArray(ForeignArray):
     """An opened TensorStore."""
 
@@ -321,7 +393,6 @@ class TensorStoreArray(ForeignArray):
         Raises:
             PreconditionError: Its dtype, rank or size is none of a checkpoint.
         """
-        self._store = store
         self._row = row
         self._stored = stored
         self.dtype = str(store.dtype.name)
@@ -334,13 +405,16 @@ class TensorStoreArray(ForeignArray):
             )
         if problem := shape_problem(self.shape):
             raise PreconditionError(f"{row}: {problem}; leave it out with select=")
-        self._bounds = ChunkBounds(store, row=row)
-        chunk = self._bounds.shape
+        self.bounds = ChunkBounds(store, row=row)
+        """Bounds of its chunks; arrays that are alike share them."""
+        self._opened: tuple[ts.TensorStore, ChunkBounds] | None = store, self.bounds
+        self._spec: Mapping[str, Any] = {}
+        chunk = self.bounds.shape
         self.chunk_shape = tuple(
             max(1, min(n, size)) for n, size in zip(chunk, self.shape, strict=True)
         )
         """Shape of the pieces that are read as a whole, clipped to the array."""
-        self._chunk_bytes = self._bounds.chunk_bytes
+        self._chunk_bytes = self.bounds.chunk_bytes
         if self._chunk_bytes > MAX_CHUNK_BYTES:
             raise PreconditionError(
                 f"{row}: expected chunks of at most {MAX_CHUNK_BYTES} bytes, got "
@@ -348,10 +422,23 @@ class TensorStoreArray(ForeignArray):
                 "smaller chunks"
             )
 
+    def alike(self, place: "ArrayPlace", stored: StoredIn | None) -> "TensorStoreArray":
+        """Returns an array with the same metadata, opened when TensorStore reads it."""
+        found = copy(self)
+        vars(found).pop("_raw_chunks", None)
+        spec = {**place.spec, "metadata": self.bounds.metadata}
+        vars(found).update(_row=place.name, _stored=stored, _opened=None, _spec=spec)
+        return found
+
+    def stored_key(self, key: str) -> str:
+        """Returns the key of a chunk in the database."""
+        assert self._stored is not None
+        return f"{self._stored.prefix}{key}"
+
     @property
     def has_checksums(self) -> bool:
         """True if each chunk is stored with a checksum, which reading compares."""
-        return _is_checked(self._bounds.codec.get("codecs", []))
+        return _is_checked(self.bounds.codec.get("codecs", []))
 
     def row(
         self, parts: Sequence[str], *, name: str, path_kinds: str | None = None
@@ -389,12 +476,12 @@ class TensorStoreArray(ForeignArray):
         not."""
         if self._stored is None:
             return None
-        form = raw_form(self._bounds.metadata, self.dtype)
+        form = raw_form(self.bounds.metadata, self.dtype)
         if form is None:
             return None
         return RawChunks(
             form,
-            self._bounds.metadata,
+            self.bounds.metadata,
             self._stored.places,
             prefix=self._stored.prefix,
             dtype=self.dtype,
@@ -414,8 +501,13 @@ class TensorStoreArray(ForeignArray):
                 ) from e
         index: tuple[Any, ...] = tuple(slice(start, stop) for start, stop in region)
         with translate_errors(self._row):
-            self._bounds.check(region)
-            source = self._store[(*index, ...)]
+            if self._opened is None:
+                how: Any = {"open": True, "read": True, "context": context()}
+                store = ts.open(self._spec, assume_metadata=True, **how).result()
+                self._opened = store, ChunkBounds(store, row=self._row)
+            store, bounds = self._opened
+            bounds.check(region)
+            source = store[(*index, ...)]
             if region:
                 source = source[ts.d[:].translate_to[0]]
             # TensorStore copies memory that is not aligned, and would write to the copy
@@ -573,6 +665,12 @@ class ArrayPlace:
     is_whole: bool
     """True if each chunk must be stored; else an absent one has the fill value."""
 
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Spec of TensorStore."""
+        how = {"driver": self.driver, "fill_missing_data_reads": not self.is_whole}
+        return {**how, "kvstore": self.kvstore}
+
 
 def database_base(location: Location, folder: str) -> dict[str, Any]:
     """Returns the spec of the folder of a database, ``Location.kvstore``, whose
@@ -612,28 +710,44 @@ def database_base(location: Location, folder: str) -> dict[str, Any]:
 def open_arrays(
     location: Location, places: Iterable[ArrayPlace]
 ) -> Iterator[TensorStoreArray]:
-    """Yields the arrays of places, in order; their metadata is read, no elements."""
+    """Yields the arrays of places, in order; their metadata is read, no elements.
+
+    Of arrays with the same metadata in a database of this machine, one is opened.
+    """
     shared = context()
     import tensorstore as ts
 
-    stored = _StoredPlaces(location)
+    stored, alike = _StoredPlaces(location), dict[Any, TensorStoreArray]()
     left = iter(places)
     while batch := list(islice(left, _OPENING_AT_ONCE)):
-        _check_metadata(location, batch)
-        waiting: list[tuple[Any, str, StoredIn | None]] = []
-        for array in batch:
-            with location.opening(), translate_errors(array.name):
-                spec = {
-                    "driver": array.driver,
-                    "kvstore": array.kvstore,
-                    "fill_missing_data_reads": not array.is_whole,
-                }
-                opening = ts.open(spec, open=True, read=True, context=shared)
-            waiting.append((opening, array.name, stored.find(array.kvstore)))
-        for opening, name, found in waiting:
-            with translate_errors(name):
-                opened = TensorStoreArray(opening.result(), row=name, stored=found)
-            yield opened
+        found = [(array, *stored.find(array)) for array in batch]
+        first = {form: array for array, _, form in reversed(found)}
+        opening: dict[Any, Any] = {}
+        _check_metadata(location, [v for k, v in first.items() if k not in alike])
+        for form, array in first.items():
+            if form not in alike:
+                with location.opening(), translate_errors(array.name):
+                    how: Any = {"open": True, "read": True, "context": shared}
+                    opening[form] = ts.open(array.spec, **how)
+        for array, at, form in found:
+            if form in opening:
+                with translate_errors(array.name):
+                    store = opening.pop(form).result()
+                    alike[form] = TensorStoreArray(store, row=array.name, stored=at)
+                    if isinstance(form, _Form):
+                        alike[form].together = stored.together(alike[form], form)
+                yield alike[form]
+            else:
+                yield alike[form].alike(array, at)
+
+
+class _Form(NamedTuple):
+    """Equal for arrays with the same metadata in a database."""
+
+    places: OcdbtPlaces
+    driver: str
+    is_whole: bool
+    metadata: bytes
 
 
 class _StoredPlaces:
@@ -642,22 +756,44 @@ class _StoredPlaces:
     def __init__(self, location: Location) -> None:
         self._is_local = location.is_local
         self._databases: dict[str, OcdbtPlaces] = {}
+        self._together: dict[tuple[OcdbtPlaces, str], SmallChunks] = {}
 
-    def find(self, kvstore: Mapping[str, Any]) -> StoredIn | None:
-        """Returns where the values of a key-value store are stored; None: elsewhere."""
+    def find(self, array: ArrayPlace) -> tuple[StoredIn | None, object]:
+        """Returns where the values of an array are stored, None if elsewhere; and what
+        is equal for arrays with the same metadata."""
+        kvstore = array.kvstore
         if not self._is_local:
-            return None
+            return None, object()
         if kvstore["driver"] == "file":
-            return StoredIn(FolderPlaces(kvstore["path"]), "")
+            return StoredIn(FolderPlaces(kvstore["path"]), ""), object()
         folder = kvstore["base"]["path"]
         if folder not in self._databases:  # to find the folder takes system calls
             self._databases[folder] = OcdbtPlaces(folder)
-        return StoredIn(self._databases[folder], kvstore["path"])
+        places, prefix = self._databases[folder], kvstore["path"]
+        key, metadata = f"{prefix}{_METADATA_KEYS[array.driver]}", None
+        with suppress(StoreError, *_ERRORS):  # TensorStore explains them
+            metadata = places.read([key], most=MAX_METADATA_BYTES)
+        if metadata is None:
+            return StoredIn(places, prefix), object()
+        form = _Form(places, array.driver, array.is_whole, metadata[0])
+        return StoredIn(places, prefix), form
+
+    def together(self, array: TensorStoreArray, form: _Form) -> SmallChunks | None:
+        """Returns the reader of small chunks that an array shares with others."""
+        bounds = array.bounds
+        is_small = 0 < bounds.chunk_bytes < MIN_CHUNK_BYTES
+        if not (is_small and bounds.is_alone and array.shape):
+            return None
+        encoding = json.dumps({**bounds.metadata, "shape": 0}, sort_keys=True)
+        chunks = SmallChunks(form.places, form.driver, bounds)
+        return self._together.setdefault((form.places, encoding), chunks)
 
 
 def _check_metadata(location: Location, places: Sequence[ArrayPlace]) -> None:
     """Rejects metadata of an array that is too large, of which TensorStore takes 72
     bytes of memory for each byte; what is absent is left to it."""
+    if not places:
+        return
     shared = context()
     import tensorstore as ts
 

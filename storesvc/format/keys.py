@@ -243,11 +243,7 @@ def join_key(parts: Iterable[str]) -> str:
 
 
 def check_key(key: str) -> None:
-    """Rejects a key that is too long or no Unicode, however its parts were escaped.
-
-    Raises:
-        InvalidKeyError: As ``join_key``.
-    """
+    """Rejects a key that is too long or no Unicode, however its parts were escaped."""
     if len(key) * 4 <= MAX_KEY_BYTES and key.isascii():
         return
     try:
@@ -273,11 +269,7 @@ def split_key(key: str) -> tuple[str, ...]:
 
 
 def fits_key(path_kinds: str, key: str) -> bool:
-    """Returns whether `path_kinds` fit the parts of a key.
-
-    Raises:
-        InvalidKeyError: The text is not a key.
-    """
+    """Returns whether `path_kinds` fit the parts of a key."""
     if not key:
         return not path_kinds
     above, separator, last = key.rpartition("/")

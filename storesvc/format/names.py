@@ -1,7 +1,8 @@
 """Names of namespaces, runs, checkpoints, tags, items, uploads and holds.
 
 Ids are opaque and never decoded. An id that does not match its rule is rejected, so no
-id can lead to another path of the bucket.
+id can lead to another path of the bucket. All parsers and checks of this module raise
+``InvalidNameError``.
 
 Client and service derive the ids of traces from the id of an upload. So all processes
 of a job and all servers emit the spans of a save into one trace, without having to
@@ -98,11 +99,7 @@ class RunName:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses ``namespace/run``.
-
-        Raises:
-            InvalidNameError: The text does not have this form.
-        """
+        """Parses ``namespace/run``."""
         namespace, slash, run = text.partition("/")
         if not slash or "/" in run:
             raise InvalidNameError(
@@ -112,11 +109,7 @@ class RunName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Parses ``namespaces/{namespace}/runs/{run}``.
-
-        Raises:
-            InvalidNameError: The text does not have this form.
-        """
+        """Parses ``namespaces/{namespace}/runs/{run}``."""
         match resource.split("/"):
             case ["namespaces", namespace, "runs", run]:
                 return cls(namespace, run)
@@ -152,11 +145,7 @@ class CheckpointName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Parses ``.../runs/{run}/checkpoints/{checkpoint}``.
-
-        Raises:
-            InvalidNameError: The text does not have this form.
-        """
+        """Parses ``.../runs/{run}/checkpoints/{checkpoint}``."""
         parent, _, which = resource.rpartition("/checkpoints/")
         return cls(RunName.from_resource(parent), parse_which(which))
 
@@ -181,11 +170,7 @@ class TagName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Parses ``.../runs/{run}/tags/{tag}``.
-
-        Raises:
-            InvalidNameError: The text does not have this form.
-        """
+        """Parses ``.../runs/{run}/tags/{tag}``."""
         parent, _, tag = resource.rpartition("/tags/")
         return cls(RunName.from_resource(parent), tag)
 
@@ -210,11 +195,7 @@ class HoldName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Parses ``.../runs/{run}/holds/{hold}``.
-
-        Raises:
-            InvalidNameError: The text does not have this form.
-        """
+        """Parses ``.../runs/{run}/holds/{hold}``."""
         parent, _, hold = resource.rpartition("/holds/")
         return cls(RunName.from_resource(parent), hold)
 
@@ -239,11 +220,7 @@ class UploadName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Parses ``.../runs/{run}/uploads/{upload}``.
-
-        Raises:
-            InvalidNameError: The text does not have this form.
-        """
+        """Parses ``.../runs/{run}/uploads/{upload}``."""
         parent, _, upload = resource.rpartition("/uploads/")
         return cls(RunName.from_resource(parent), upload)
 
@@ -269,11 +246,7 @@ def check_id(text: str, noun: str) -> None:
 
 
 def check_tag(text: str) -> None:
-    """Rejects an invalid name of a tag.
-
-    Raises:
-        InvalidNameError: The name is invalid.
-    """
+    """Rejects an invalid name of a tag."""
     check_id(text, "tag")
     if text.lower() == LATEST or not text[0].isalpha():
         raise InvalidNameError(
@@ -282,21 +255,13 @@ def check_tag(text: str) -> None:
 
 
 def check_item(text: str) -> None:
-    """Rejects an invalid name of an item.
-
-    Raises:
-        InvalidNameError: The name is invalid.
-    """
+    """Rejects an invalid name of an item."""
     if not _ITEM.fullmatch(text):
         raise InvalidNameError(f"item {text!r}: expected {_ITEM_RULE}")
 
 
 def check_hold(text: str) -> None:
-    """Rejects an invalid name of a hold.
-
-    Raises:
-        InvalidNameError: The name is invalid.
-    """
+    """Rejects an invalid name of a hold."""
     _check_hex_id(text, "hold")
 
 
@@ -305,9 +270,6 @@ def check_data_file(text: str) -> None:
 
     Names are relative to the pool: the id of an upload, or ``d`` in the first release,
     and the id of the file. No other name is read, so no name leads out of the pool.
-
-    Raises:
-        InvalidNameError: The name is invalid.
     """
     if not _DATA_FILE.fullmatch(text):
         raise InvalidNameError(
@@ -317,20 +279,12 @@ def check_data_file(text: str) -> None:
 
 
 def check_upload(text: str) -> None:
-    """Rejects an invalid id of an upload.
-
-    Raises:
-        InvalidNameError: The id is invalid.
-    """
+    """Rejects an invalid id of an upload."""
     _check_hex_id(text, "upload")
 
 
 def parse_which(text: str) -> Which:
-    """Parses a step, "latest" or a tag.
-
-    Raises:
-        InvalidNameError: The text is none of them.
-    """
+    """Parses a step, "latest" or a tag."""
     if text == LATEST:
         return LATEST
     if text[:1].isalpha():

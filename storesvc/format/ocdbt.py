@@ -397,11 +397,7 @@ def _version(root: Node | None, height: int, commit_time_ns: int) -> bytes:
 def _check(
     names: list[bytes], places: ChunkLocations, node_file: str, uuid: bytes
 ) -> None:
-    """Rejects values beyond the limits of the format.
-
-    Raises:
-        ValueError: A value exceeds a limit.
-    """
+    """Rejects values beyond the limits of the format."""
     rows = [places.file, places.offset, places.length]
     if [len(names)] * 3 != list(map(len, rows)):
         raise ValueError(

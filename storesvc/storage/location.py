@@ -106,9 +106,6 @@ class Storage:
         On S3, names are URL paths, in which "." and ".." are resolved, and XML lists
         cannot hold control characters. On files, a name ending with "/" is a directory,
         and one ending with the lock suffix belongs to TensorStore.
-
-        Raises:
-            InvalidFieldError: The path is such a name.
         """
         if self.is_files and path.endswith(("/", LOCK_SUFFIX)):
             raise InvalidFieldError(

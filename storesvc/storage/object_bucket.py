@@ -366,21 +366,12 @@ class TensorStoreBucket:
             return await self._backend.list_paths(prefix, after)
 
     async def sizes(self, folder: str) -> dict[str, int]:
-        """Returns the bytes of each object below a folder, by path.
-
-        Args:
-            folder: The common beginning of the paths; ends with a slash.
-        """
+        """Returns the bytes of each object below a folder, by path."""
         with self._request(folder, "list"):
             return await self._backend.sizes(folder)
 
     def key_space(self, *, path: str, pool: str) -> "KeySpace":
-        """Returns the OCDBT key space at a path.
-
-        Args:
-            path: Prefix of its manifest.
-            pool: Prefix of its data files.
-        """
+        """Returns the OCDBT key space at a path."""
         return KeySpace(self, path=path, pool=pool)
 
     @contextmanager

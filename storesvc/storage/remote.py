@@ -290,10 +290,6 @@ class GcsLists:
     async def sizes(self, prefix: str, *, after: str = "") -> dict[str, int]:
         """Returns the bytes of all objects by path, ascending.
 
-        Args:
-            prefix: The common beginning of the paths.
-            after: Returns only paths after this one.
-
         Raises:
             StorageDeniedError: The storage rejects the credentials or denies the list.
             StorageUnavailableError: A page cannot be read.
@@ -310,23 +306,12 @@ class GcsLists:
         return found
 
     async def first_names(self, limit: int) -> list[str]:
-        """Returns the names of up to `limit` objects, with one request.
-
-        Raises:
-            StorageDeniedError: The storage rejects the credentials or denies the list.
-            StorageUnavailableError: The storage does not answer.
-        """
+        """Returns the names of up to `limit` objects, with one request."""
         with translate_errors(self._storage, ""):
             return [*await self._page(self._pages("", "", at_most=limit), "")]
 
     async def check_bucket(self) -> None:
-        """Rejects a bucket that does not exist: reads from it would find nothing.
-
-        Raises:
-            InvalidFieldError: The bucket does not exist.
-            StorageDeniedError: The storage rejects the credentials or denies the list.
-            StorageUnavailableError: The storage does not answer.
-        """
+        """Rejects a bucket that does not exist: reads from it would find nothing."""
         from google.api_core.exceptions import NotFound
 
         try:

@@ -30,13 +30,7 @@ T = TypeVar("T")
 async def gather_each(
     look: Callable[[S], Awaitable[T]], things: Iterable[S], *, at_once: int = AT_ONCE
 ) -> list[T]:
-    """Returns the result of `look` for each item, in the order of the items.
-
-    Args:
-        look: Called once for each item.
-        things: The items.
-        at_once: Maximum concurrent calls.
-    """
+    """Returns the result of `look` for each item, in the order of the items."""
     slots = asyncio.Semaphore(at_once)
 
     async def bound_time(thing: S) -> T:
@@ -150,9 +144,6 @@ async def await_future(future: "ts.Future[T]") -> T:
     TensorStore thread, which waits for that lock (seen in 0.1.86, once in some 50,000
     cancellations at the moment of the result). A future without references is dropped
     as well, and blocks nothing.
-
-    Raises:
-        Exception: The error of the future.
     """
     loop = asyncio.get_running_loop()
     done = loop.create_future()

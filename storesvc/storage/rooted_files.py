@@ -8,6 +8,8 @@ only the server may read, or a FIFO, which blocks the process that opens it. So:
 2. A link is rejected (O_NOFOLLOW), and opening does not block (O_NONBLOCK).
 3. Only a regular file is read or written.
 
+What they reject is an `IrregularFileError`; any other error is the OSError of the call.
+
 The root itself may be a link: the operator chose it.
 
 A data file has a unique name, is written once from its beginning to its end, and is
@@ -107,13 +109,7 @@ def create_file(root: Path, path: str) -> int:
 
 
 def make_directory(root: Path, path: str) -> None:
-    """Creates a directory in an existing one; an existing directory is no error.
-
-    Raises:
-        IrregularFileError: The path is a link, or leads through one.
-        NotADirectoryError: The path is a file.
-        OSError: The directory cannot be created.
-    """
+    """Creates a directory in an existing one; an existing directory is no error."""
     directory, name = _directory(root, path, _PASS)
     try:
         with suppress(FileExistsError):
@@ -129,12 +125,7 @@ def make_directory(root: Path, path: str) -> None:
 
 
 def make_directories(root: Path, path: str) -> None:
-    """Creates the directories of a path below a root: all before its last "/".
-
-    Raises:
-        IrregularFileError: One of them is a link.
-        OSError: One cannot be created.
-    """
+    """Creates the directories of a path below a root: all before its last "/"."""
     root.mkdir(parents=True, exist_ok=True)
     for at, character in enumerate(path):
         if character == "/":
@@ -145,10 +136,6 @@ def check_file(root: Path, path: str) -> None:
     """Rejects a path that exists and is no regular file.
 
     For paths that a storage driver opens afterwards: it would block or follow a link.
-
-    Raises:
-        IrregularFileError: The path is no regular file, or leads through a link.
-        OSError: The path cannot be examined.
     """
     with suppress(FileNotFoundError):
         directory, name = _directory(root, path, _PASS)
@@ -161,12 +148,7 @@ def check_file(root: Path, path: str) -> None:
 
 
 def remove_file(root: Path, path: str) -> None:
-    """Removes a file, or a link at its path; an absent one is no error.
-
-    Raises:
-        IrregularFileError: The path leads through a link.
-        OSError: The file cannot be removed.
-    """
+    """Removes a file, or a link at its path; an absent one is no error."""
     with suppress(FileNotFoundError):
         directory, name = _directory(root, path, _PASS)
         try:
@@ -177,12 +159,7 @@ def remove_file(root: Path, path: str) -> None:
 
 def remove_below(root: Path, prefix: str) -> list[str]:
     """Removes everything whose path begins with a prefix; returns the removed
-    directories. A link is removed, and its target is not.
-
-    Raises:
-        IrregularFileError: The prefix leads through a link.
-        OSError: A file cannot be removed.
-    """
+    directories. A link is removed, and its target is not."""
     is_directory = prefix.endswith("/")
     above, slash, first = prefix.removesuffix("/").rpartition("/")
     gone: list[str] = []
@@ -201,12 +178,7 @@ def remove_below(root: Path, prefix: str) -> list[str]:
 
 
 def sizes_below(root: Path, folder: str) -> dict[str, int]:
-    """Returns the size of each file below a folder, by path; follows no link.
-
-    Raises:
-        IrregularFileError: The folder leads through a link.
-        OSError: A directory cannot be read.
-    """
+    """Returns the size of each file below a folder, by path; follows no link."""
     found: dict[str, int] = {}
     with suppress(FileNotFoundError), opened_directory(root, folder) as directory:
         for path, _, names, at in os.fwalk(".", dir_fd=directory):
@@ -326,14 +298,7 @@ class NewFile:
         self.size_bytes = 0
 
     def append(self, parts: Sequence[Buffer]) -> None:
-        """Appends buffers to the file; releases the interpreter lock while it writes.
-
-        Args:
-            parts: Contiguous buffers of bytes.
-
-        Raises:
-            OSError: The storage is full, or failed.
-        """
+        """Appends buffers of bytes; releases the interpreter lock while it writes."""
         for at in range(0, len(parts), _PARTS_AT_ONCE):
             left = [memoryview(part) for part in parts[at : at + _PARTS_AT_ONCE]]
             while left:
@@ -346,11 +311,7 @@ class NewFile:
                     left[0] = left[0][written:]
 
     def keep(self) -> None:
-        """Makes the contents durable and closes the file.
-
-        Raises:
-            OSError: The storage failed; the file is removed.
-        """
+        """Makes the contents durable and closes the file; removes it on an error."""
         # Sync before close: after it, the kernel reports no error of a delayed write.
         try:
             os.fsync(self._descriptor)
@@ -406,31 +367,16 @@ class Directories:
             return []
 
     def make(self, path: str) -> None:
-        """Creates the directory of a path, durably.
-
-        Raises:
-            IrregularFileError: A directory of the path is a link.
-            OSError: The storage failed.
-        """
+        """Creates the directory of a path, durably."""
         self._make(path.rpartition("/")[0])
 
     def sync(self, path: str) -> None:
-        """Makes the presence or absence of a path durable.
-
-        Raises:
-            IrregularFileError: A directory of the path is a link.
-            OSError: The storage failed.
-        """
+        """Makes the presence or absence of a path durable."""
         with opened_directory(self._root, path) as directory:
             os.fsync(directory)
 
     def remove_below(self, prefix: str) -> None:
-        """Removes everything whose path begins with a prefix, directories included.
-
-        Raises:
-            IrregularFileError: A directory of the prefix is a link.
-            OSError: The storage failed.
-        """
+        """Removes everything whose path begins with a prefix, directories included."""
         gone = remove_below(self._root, prefix)
         with self._lock:
             for directory in gone:

@@ -206,20 +206,12 @@ class Quotas:
         request ids of the calls that begin them: of the first one, and of retries."""
 
     async def began(self, call: Call) -> None:
-        """Waits for the turn of the principal, before the request is looked at.
-
-        Raises:
-            QuotaExceededError: The principal makes too many calls.
-        """
+        """Waits for the turn of the principal, before the request is looked at."""
         for scope, rule in self._list_scopes("", call.principal.name):
             await self._take_turn(scope, rule)
 
     async def on_permitted(self, call: Call) -> None:
-        """Counts a call, once it is the turn of its namespace.
-
-        Raises:
-            QuotaExceededError: A quota is used up.
-        """
+        """Counts a call, once it is the turn of its namespace."""
         namespace = call_namespace(call)
         scopes = [*self._list_scopes(namespace, call.principal.name)]
         for scope, rule in scopes:

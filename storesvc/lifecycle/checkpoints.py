@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class CheckpointLifecycle:
-    """Updates, deletes, undeletes and purges checkpoints."""
+    """Updates, deletes, undeletes, purges checkpoints, with the contract's errors."""
 
     def __init__(
         self,
@@ -72,17 +72,7 @@ class CheckpointLifecycle:
     async def update(
         self, run: RunName, step: int, change: Change, *, etag: str, write_id: str
     ) -> pb.CheckpointRecord:
-        """Sets labels, metrics or the pin of a checkpoint, and returns its record.
-
-        Raises:
-            RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps.
-            CheckpointDeletedError: The checkpoint was deleted.
-            EtagMismatchError: The checkpoint changed since the etag was read.
-            RequestIdReusedError: The request id made another change of the
-                checkpoint.
-            ConflictError: The checkpoint changes all the time.
-        """
+        """Sets labels, metrics or the pin of a checkpoint, and returns its record."""
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
             return slots.update_slot(run, slot, change, etag=etag, write_id=write_id)
@@ -109,15 +99,6 @@ class CheckpointLifecycle:
             etag: Etag that the caller read; "": none.
             write_id: Id of the request.
             uid: Uid of the checkpoint; "": any.
-
-        Raises:
-            RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps, or it was replaced.
-            CheckpointInUseError: The checkpoint is pinned or tagged.
-            EtagMismatchError: The checkpoint changed since the etag was read.
-            RequestIdReusedError: The request id made another change of the
-                checkpoint.
-            ConflictError: The checkpoint changes all the time.
         """
         # A tag that is set at the same time may be missed here: it still keeps the
         # checkpoint from being purged.
@@ -145,16 +126,7 @@ class CheckpointLifecycle:
     async def undelete(
         self, run: RunName, step: int, *, write_id: str, uid: str = ""
     ) -> pb.CheckpointRecord:
-        """Undeletes a checkpoint, and returns its record.
-
-        Raises:
-            RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps, or the one of the uid was
-                replaced.
-            RequestIdReusedError: The request id made another change of the
-                checkpoint.
-            ConflictError: The checkpoint is being purged, or changes all the time.
-        """
+        """Undeletes a checkpoint, and returns its record."""
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
             return slots.undelete_slot(run, slot, write_id=write_id)
@@ -166,15 +138,6 @@ class CheckpointLifecycle:
         """Removes a deleted checkpoint permanently, and frees its step.
 
         Its chunks remain until garbage collection deletes them.
-
-        Raises:
-            RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps, or the one of the uid was
-                replaced.
-            CheckpointNotDeletedError: The checkpoint is not deleted.
-            CheckpointInUseError: A tag, a hold or an upload refers to it.
-            EtagMismatchError: The checkpoint changed since the etag was read.
-            ConflictError: The checkpoint changes all the time.
         """
         # The uid before the attempts: a later one must not purge a checkpoint that was
         # committed after an earlier one had freed the step.
@@ -205,10 +168,6 @@ class CheckpointLifecycle:
         reference, and returns their records; completes interrupted purges.
 
         A checkpoint that changes in the meantime is left for the next call.
-
-        Args:
-            run: The run.
-            given: Slots of the run, in any state.
         """
         now = self._clock.now()
         due = [slot for slot in given if slots.is_due(slot, now)]

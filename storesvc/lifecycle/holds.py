@@ -174,7 +174,7 @@ DEFAULT_TTL: Final = timedelta(minutes=10)
 
 
 class Holds:
-    """Creates, renews, releases and lists holds."""
+    """Creates, renews, releases and lists holds, with the errors of the contract."""
 
     def __init__(self, bucket: Bucket, catalog: Catalog, *, clock: Clock) -> None:
         self._bucket = bucket
@@ -198,14 +198,6 @@ class Holds:
             owner: Name of the holder, for people.
             ttl: Time for which the hold lasts after each renewal.
             uid: Uid of the checkpoint, which may be a deleted one; "": any.
-
-        Raises:
-            RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps, or it was replaced.
-            CheckpointDeletedError: It was deleted; with a uid: it is being purged.
-            TagNotFoundError: With the most similar tags.
-            RequestIdReusedError: The hold exists for another checkpoint.
-            ConflictError: The hold or its checkpoint changes all the time.
         """
 
         async def attempt() -> pb.HoldRecord:
@@ -237,14 +229,7 @@ class Holds:
 
     async def renew(self, name: HoldName) -> pb.HoldRecord:
         """Renews a hold and returns its record; an expired hold can be renewed while
-        its checkpoint exists.
-
-        Raises:
-            HoldNotFoundError: The hold does not exist.
-            PermissionDeniedError: Another principal created it.
-            HoldExpiredError: The hold expired, and the checkpoint may be purged.
-            ConflictError: The hold or its checkpoint changes all the time.
-        """
+        its checkpoint exists."""
 
         async def attempt() -> pb.HoldRecord:
             found, generation = await self._live(name)
@@ -260,13 +245,7 @@ class Holds:
         return await update_record(attempt, record=str(name), hold=name.hold)
 
     async def live(self, name: HoldName) -> pb.HoldRecord:
-        """Returns the record of a hold of the caller that has not expired.
-
-        Raises:
-            PermissionDeniedError: Another principal created it.
-            HoldNotFoundError: The hold does not exist.
-            HoldExpiredError: The hold expired, and the checkpoint may be purged.
-        """
+        """Returns the record of a hold of the caller that has not expired."""
         return (await self._live(name))[0]
 
     async def _live(self, name: HoldName) -> tuple[pb.HoldRecord, Generation]:
@@ -285,11 +264,7 @@ class Holds:
         return found
 
     async def delete(self, name: HoldName) -> None:
-        """Releases a hold; does nothing if it does not exist.
-
-        Raises:
-            PermissionDeniedError: Another principal created it.
-        """
+        """Releases a hold; does nothing if it does not exist."""
         # Without a policy there is nothing to check, and nothing is read.
         if access.is_restricted() and (found := await self._read(name)):
             await _check_principal(name, found[0])
@@ -299,16 +274,7 @@ class Holds:
         self, run: RunName, *, after: str, limit: int
     ) -> list[tuple[HoldName, pb.HoldRecord | CorruptDataError]]:
         """Returns the holds of a run by id, expired ones included, with the error for
-        each damaged record.
-
-        Args:
-            run: The run.
-            after: Returns only holds with a larger id.
-            limit: Maximum number of holds.
-
-        Raises:
-            RunNotFoundError: With the most similar names.
-        """
+        each damaged record."""
         await self._catalog.check_run(run)
         places = RunPaths(run)
         ids = map(places.parse_hold, await self._bucket.list(places.holds))

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Tags:
-    """Sets, deletes and lists tags."""
+    """Sets, deletes and lists tags, with the errors that the contract lists."""
 
     def __init__(
         self, bucket: Bucket, catalog: Catalog, journal: Journal, *, clock: Clock
@@ -68,17 +68,6 @@ class Tags:
             protected: Whether later changes need the etag of the tag; None: unchanged.
             etag: Etag that the caller read; "": none.
             write_id: Id of the request.
-
-        Raises:
-            RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps.
-            CheckpointDeletedError: The checkpoint was deleted.
-            TagNotFoundError: The checkpoint is given as another tag, which does not
-                exist.
-            TagProtectedError: The tag is protected, and there is no etag.
-            EtagMismatchError: The tag changed since the etag was read.
-            RequestIdReusedError: The request id made another change of the tag.
-            ConflictError: The tag changes all the time.
         """
 
         async def attempt() -> pb.TagRecord:
@@ -109,15 +98,7 @@ class Tags:
         return await self._update(name, attempt)
 
     async def delete(self, name: TagName, *, etag: str, write_id: str) -> None:
-        """Deletes a tag.
-
-        Raises:
-            TagNotFoundError: The tag does not exist.
-            TagProtectedError: The tag is protected, and there is no etag.
-            EtagMismatchError: The tag changed since the etag was read.
-            RequestIdReusedError: The request id made another change of the tag.
-            ConflictError: The tag changes all the time.
-        """
+        """Deletes a tag."""
 
         async def attempt() -> None:
             found = await self._catalog.tag_slot(name)
@@ -136,16 +117,7 @@ class Tags:
     async def list(
         self, run: RunName, *, after: str, limit: int
     ) -> list[tuple[TagName, pb.TagRecord | CorruptDataError]]:
-        """Returns the tags of a run by name, with the error for each damaged record.
-
-        Args:
-            run: The run.
-            after: Returns only tags with a larger name.
-            limit: Maximum number of tags.
-
-        Raises:
-            RunNotFoundError: With the most similar names.
-        """
+        """Returns the tags of a run by name, with the error for each damaged record."""
         await self._catalog.check_run(run)
         tags = await self._catalog.tag_names(run)
         names = [TagName(run, tag) for tag in tags if tag > after]

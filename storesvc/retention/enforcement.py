@@ -111,11 +111,7 @@ class RetentionEnforcer:
 
     async def check(self, run: RunName, policy: retention_pb2.RetentionPolicy) -> None:
         """Rejects a policy with a metric that no checkpoint of the run has, if the run
-        has checkpoints.
-
-        Raises:
-            InvalidPolicyError: It is one.
-        """
+        has checkpoints."""
         if list_metrics(policy):
             with suppress(RunNotFoundError):
                 await self._judge(run, policy)
@@ -128,10 +124,6 @@ class RetentionEnforcer:
         Args:
             run: The run.
             policy: The policy to try; None: the policy of the run.
-
-        Raises:
-            RunNotFoundError: The run does not exist; names the most similar ones.
-            InvalidPolicyError: The policy has a rule that this release does not know.
         """
         record = (await self._catalog.run(run)).record
         if policy is None:
@@ -143,10 +135,6 @@ class RetentionEnforcer:
         """Deletes the checkpoints that the policy of a run does not keep.
 
         Yields the outcome of each checkpoint, newest step first, in pages.
-
-        Raises:
-            RunNotFoundError: The run does not exist; names the most similar ones.
-            InvalidPolicyError: The policy has a rule that this release does not know.
         """
         record = (await self._catalog.run(run)).record
         delay = find_purge_delay(record)

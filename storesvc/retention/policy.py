@@ -366,11 +366,6 @@ def check_metrics(
     """Rejects a policy with a metric that no checkpoint of a run has, unless the rule
     says `force`, or keeps the checkpoints without it.
 
-    Args:
-        policy: The policy.
-        run: Name of the run.
-        present: Names of the metrics that its checkpoints have.
-
     Raises:
         InvalidPolicyError: It has such a metric; names those that are there.
     """

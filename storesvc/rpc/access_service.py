@@ -157,12 +157,7 @@ class AccessService:
 
 
 def parse_filter(request: access_api.ListAuditEntriesRequest) -> AuditFilter:
-    """Returns the filter of a request.
-
-    Raises:
-        InvalidNameError: The name of the resource is malformed.
-        InvalidFieldError: Another field is malformed or unknown.
-    """
+    """Returns the filter of a request."""
     if request.method and request.method not in RULES:
         near = difflib.get_close_matches(request.method, RULES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -212,12 +207,7 @@ def _list_identity(request: access_api.ListAuditEntriesRequest) -> str:
 
 
 def entry_message(row: Entry | Unreadable, server: str) -> access_api.AuditEntry:
-    """Returns the message of a row of a log.
-
-    Args:
-        row: The row.
-        server: Name of the server that reads the log.
-    """
+    """Returns the message of a row of a log."""
     if isinstance(row, Unreadable):
         return access_api.AuditEntry(server=server, problem=row.problem)
     seconds, nanos = divmod(row.time_ns, 10**9)
@@ -269,11 +259,7 @@ def lent_message(lent: LentCredential) -> access_api.LendCredentialsResponse:
 
 
 def parse_permissions(request: access_api.TestPermissionsRequest) -> list[Permission]:
-    """Returns the permissions that TestPermissions asks for.
-
-    Raises:
-        InvalidFieldError: One does not exist.
-    """
+    """Returns the permissions that TestPermissions asks for."""
     known = [*Permission]
     for name in request.permissions:
         if name not in known:

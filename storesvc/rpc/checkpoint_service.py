@@ -316,13 +316,7 @@ class CheckpointService:
 def run_change(
     request: checkpoint_api.UpdateRunRequest,
 ) -> tuple[pb.RunRecord, list[RunField]]:
-    """Returns the values that UpdateRun sets, and the names of their fields.
-
-    Raises:
-        InvalidFieldError: A field is invalid; names it.
-        InvalidPolicyError: The policy breaks a bound.
-        PolicyKeepsNothingError: The policy could keep no checkpoint.
-    """
+    """Returns the values that UpdateRun sets, and the names of their fields."""
     paths = requests.read_mask(request, RUN_FIELDS)
     given, record = request.run, pb.RunRecord()
     requests.check_entries("run.labels", given.labels)
@@ -373,11 +367,7 @@ def parse_checkpoint_step(resource: str) -> tuple[RunName, int]:
 
 
 def parse_change(request: checkpoint_api.UpdateCheckpointRequest) -> Change:
-    """Returns the change that UpdateCheckpoint requests.
-
-    Raises:
-        InvalidFieldError: A field is invalid; names it.
-    """
+    """Returns the change that UpdateCheckpoint requests."""
     paths = requests.read_mask(request, ("labels", "metrics", "pinned"))
     given = request.checkpoint
     requests.check_entries("checkpoint.labels", given.labels)
@@ -392,11 +382,7 @@ def parse_change(request: checkpoint_api.UpdateCheckpointRequest) -> Change:
 def parse_purge_delay(
     request: checkpoint_api.DeleteCheckpointRequest,
 ) -> timedelta | None:
-    """Returns the purge delay of a deletion; None: the one of the run.
-
-    Raises:
-        InvalidFieldError: It is negative, or too long.
-    """
+    """Returns the purge delay of a deletion; None: the one of the run."""
     if not request.HasField("purge_delay"):
         return None
     return requests.duration("purge_delay", request.purge_delay, most=MAX_PURGE_DELAY)
@@ -479,11 +465,7 @@ def parse_checkpoint(
 
 
 def parse_ttl(request: checkpoint_api.CreateHoldRequest) -> timedelta:
-    """Returns the lease of a new hold.
-
-    Raises:
-        InvalidFieldError: It is not positive, or too long.
-    """
+    """Returns the lease of a new hold."""
     if not request.HasField("ttl"):
         return DEFAULT_TTL
     ttl = requests.duration("ttl", request.ttl, most=MAX_TTL)

@@ -110,12 +110,7 @@ Rule: TypeAlias = Public | Open | Needs
 
 
 def parse_resource(parent: str) -> Resource:
-    """Returns the run, the namespace or all runs that a parent names.
-
-    Raises:
-        InvalidNameError: The name is malformed.
-        InvalidFieldError: It has another form.
-    """
+    """Returns the run, the namespace or all runs that a parent names."""
     if "/runs/" in parent:
         return RunName.from_resource(parent)
     namespace = requests.parse_namespace(parent)
@@ -125,10 +120,6 @@ def parse_resource(parent: str) -> Resource:
 async def authorize(rpc: str, request: Any) -> None:
     """Checks the permissions that a request requires, and lets the observers of the
     call take part; the call may then begin its work.
-
-    Args:
-        rpc: Name of the rpc.
-        request: Its request, or the first message of its stream.
 
     Raises:
         RunNotFoundError: The caller may not see a run that the request names.

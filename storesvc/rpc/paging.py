@@ -135,11 +135,7 @@ def page(
 
 
 def page_size(requested: int) -> int:
-    """Returns the number of rows of a page.
-
-    Raises:
-        InvalidFieldError: The requested number is negative.
-    """
+    """Returns the number of rows of a page."""
     if requested < 0:
         raise InvalidFieldError(f"page_size: expected 0 or more, got {requested}")
     return min(requested or DEFAULT_PAGE, MAX_PAGE)
@@ -152,11 +148,6 @@ def page_token(listed: str, last: str) -> str:
 
 def parse_last_row(listed: str, token: str, parse: Callable[[str], P]) -> P | None:
     """Returns the last row of the previous page; None for the first page.
-
-    Args:
-        listed: Identifies the list.
-        token: Token of the page.
-        parse: Parses the text of the row.
 
     Raises:
         InvalidPageTokenError: The token was not issued for this list.

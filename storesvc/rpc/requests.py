@@ -2,7 +2,8 @@
 
 gRPC would respond to malformed bytes with a status of its own, and log a traceback;
 parsed here, they are an error of the contract. All checks of fields are here or next to
-the handler of the rpc, so the layers below rpc can rely on valid arguments.
+the handler of the rpc, so the layers below rpc can rely on valid arguments; they raise
+``InvalidFieldError``, which names the field.
 
 An empty entry of a repeated field takes two bytes of a message, but a hundred times
 that as a Python object. So the server counts the entries of every repeated field while
@@ -63,11 +64,7 @@ M = TypeVar("M", bound=Message)
 
 
 def parse_message(kind: type[M], data: bytes) -> M:
-    """Parses a message.
-
-    Raises:
-        InvalidFieldError: The bytes are no such message.
-    """
+    """Parses a message."""
     try:
         return kind.FromString(data)
     except DecodeError as e:
@@ -80,11 +77,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
 
 
 def check_writer(place: str, writer: int, writer_count: int) -> None:
-    """Rejects a writer index that the upload does not have.
-
-    Raises:
-        InvalidFieldError: The index is out of range.
-    """
+    """Rejects a writer index that the upload does not have."""
     if not 0 <= writer < writer_count:
         raise InvalidFieldError(
             f"{place}: expected 0 to {writer_count - 1}, got {writer}"
@@ -92,11 +85,7 @@ def check_writer(place: str, writer: int, writer_count: int) -> None:
 
 
 def checked_request_id(request_id: str) -> str:
-    """Returns a valid request id.
-
-    Raises:
-        InvalidFieldError: It is not a UUID in its canonical form.
-    """
+    """Returns a valid request id."""
     try:
         parsed = uuid.UUID(request_id)
     except ValueError:
@@ -113,9 +102,6 @@ def make_write_id(request: ChangeRequest) -> str:
     """Returns the write id of a request: its id, and a digest of its other fields.
 
     Records store it, so that ``slots.is_repeated`` recognises a retry.
-
-    Raises:
-        InvalidFieldError: The ``request_id`` is not a UUID in its canonical form.
     """
     request_id = checked_request_id(request.request_id)
     body: Message = type(request)()
@@ -128,11 +114,7 @@ def make_write_id(request: ChangeRequest) -> str:
 
 
 def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:
-    """Returns a valid duration.
-
-    Raises:
-        InvalidFieldError: It is negative, malformed, or longer than the maximum.
-    """
+    """Returns a valid duration."""
     if not (0 <= given.seconds <= most.total_seconds() and 0 <= given.nanos < 10**9):
         raise InvalidFieldError(
             f"{field}: expected 0 to {most.total_seconds():.0f} s, got "
@@ -142,22 +124,14 @@ def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:
 
 
 def parse_grace(request: maintenance_api.CollectGarbageRequest) -> timedelta:
-    """Returns the grace period of a collection.
-
-    Raises:
-        InvalidFieldError: It is negative, malformed or too long.
-    """
+    """Returns the grace period of a collection."""
     if not request.HasField("grace"):
         return DEFAULT_GRACE
     return duration("grace", request.grace, most=MAX_GRACE)
 
 
 def parse_namespace(parent: str) -> str | None:
-    """Returns the namespace of ``namespaces/{namespace}``; None for ``namespaces/-``.
-
-    Raises:
-        InvalidFieldError: The text has another form.
-    """
+    """Parses ``namespaces/{namespace}``; returns None for ``namespaces/-``."""
     collection, _, namespace = parent.partition("/")
     if collection != "namespaces":
         raise InvalidFieldError(
@@ -173,11 +147,7 @@ def read_mask(
     request: checkpoint_api.UpdateRunRequest | checkpoint_api.UpdateCheckpointRequest,
     known: Sequence[str],
 ) -> set[str]:
-    """Returns the fields that an update sets.
-
-    Raises:
-        InvalidFieldError: The request names none, or one that cannot be set.
-    """
+    """Returns the fields that an update sets."""
     paths = set(request.update_mask.paths)
     if not paths or not paths <= set(known):
         raise InvalidFieldError(
@@ -188,11 +158,7 @@ def read_mask(
 
 
 def checked_owner(field: str, owner: str) -> str:
-    """Returns a valid owner, a text for people.
-
-    Raises:
-        InvalidFieldError: The text is too long.
-    """
+    """Returns a valid owner, a text for people."""
     size = len(owner.encode())
     if size > MAX_TEXT_BYTES:
         raise InvalidFieldError(
@@ -202,11 +168,7 @@ def checked_owner(field: str, owner: str) -> str:
 
 
 def check_entries(field: str, entries: Mapping[str, str | float]) -> None:
-    """Rejects labels or metrics that are too many or too long.
-
-    Raises:
-        InvalidFieldError: Names the field and the entry.
-    """
+    """Rejects labels or metrics that are too many or too long."""
     if len(entries) > MAX_ENTRIES:
         raise InvalidFieldError(
             f"{field}: expected at most {MAX_ENTRIES} entries, got {len(entries)}"
@@ -309,15 +271,7 @@ class _Field(NamedTuple):
 
 def check_size(request: str, size_bytes: int) -> None:
     """Rejects a serialized request that is larger than any client needs, before the
-    event loop spends time on parsing it.
-
-    Args:
-        request: Full name of its message.
-        size_bytes: Its size.
-
-    Raises:
-        LimitExceededError: It is larger.
-    """
+    event loop spends time on parsing it."""
     if size_bytes <= MAX_SMALL_BYTES or request in LARGE:
         return
     limit_bytes = _LIMITS.get(request, MAX_SMALL_BYTES)

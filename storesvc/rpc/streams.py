@@ -142,11 +142,7 @@ class MessageBudget:
 
     @contextmanager
     def share(self, peer: str) -> Iterator[Share]:
-        """Yields the share of a stream; returns its memory when the context ends.
-
-        Args:
-            peer: Host of the client.
-        """
+        """Yields the share of a stream; returns its memory when the context ends."""
         share = Share(self, peer, now=asyncio.get_running_loop().time())
         self._shares.add(share)
         try:
@@ -308,11 +304,7 @@ async def following(stream: AsyncIterator[T], *parts: str) -> AsyncIterator[T]:
 
 
 def check_part(message: _Parted, *parts: str) -> None:
-    """Rejects a message with another part.
-
-    Raises:
-        InvalidFieldError: The message has none of the parts.
-    """
+    """Rejects a message with another part."""
     found = message.WhichOneof("part")
     if found not in parts:
         raise unexpected_part_error(" or ".join(parts), found)

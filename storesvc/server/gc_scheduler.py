@@ -215,12 +215,7 @@ async def _apply_retention(store: Store) -> None:
 
 async def apply_pending_retention(store: Store, seconds: float) -> None:
     """Applies the policies of the runs that were committed to since they were applied,
-    once no more calls are served; logs errors.
-
-    Args:
-        store: The store.
-        seconds: Maximum time.
-    """
+    once no more calls are served; logs errors."""
     try:
         async with asyncio.timeout(seconds):
             await _apply_retention(store)

@@ -134,11 +134,7 @@ class MetricsPort:
     """Runs (``namespace/run``) whose newest commit is a metric."""
 
     def check(self) -> None:
-        """Rejects invalid names of runs.
-
-        Raises:
-            InvalidFieldError: A name is no ``namespace/run``.
-        """
+        """Rejects invalid names of runs."""
         for run in self.runs:
             try:
                 RunName.parse(run)
@@ -332,11 +328,7 @@ class Serving:
 
 def check_socket(path: Path) -> None:
     """Rejects a Unix socket that other users could connect to, or that is in use;
-    creates its directory.
-
-    Raises:
-        InvalidFieldError: It is one of these.
-    """
+    creates its directory."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     found = path.parent.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:

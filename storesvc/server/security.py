@@ -106,9 +106,6 @@ async def record_audit(
     """Yields the security of a server that records its calls while the context lasts.
 
     SIGHUP opens the log again.
-
-    Raises:
-        InvalidFieldError: The file cannot be written.
     """
     if audit is None:
         yield security
@@ -177,11 +174,7 @@ class Tls:
         return tuple(map(file_state, self._files()))
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Reads and validates the files.
-
-        Raises:
-            InvalidFieldError: The files are unusable.
-        """
+        """Reads and validates the files."""
         self._check()
         certificate, key, *client_ca = (read_file(file) for file in self._files())
         return grpc.ssl_server_certificate_configuration(

@@ -106,12 +106,7 @@ def resolve(
 
 
 def numbers_to_resolve(position: Position, tail: int) -> Iterator[int]:
-    """Yields the numbers to resolve, in the order of their events.
-
-    Args:
-        position: Progress of the watch.
-        tail: Number of the last announcement in the journal.
-    """
+    """Yields the numbers to resolve, in the order of their events."""
     return chain(position.pending, range(position.last + 1, tail + 1))
 
 
@@ -146,11 +141,6 @@ def pack_token(position: Position, *, parent: str, key: bytes, nonce: bytes) -> 
 
 def unpack_token(token: str, *, parent: str, key: bytes) -> Position:
     """Returns the position of a resume token.
-
-    Args:
-        token: The token.
-        parent: Resource name of the watched run or namespace.
-        key: Key of the store.
 
     Raises:
         InvalidResumeTokenError: ``pack_token`` did not make it for them.

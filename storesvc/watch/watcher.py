@@ -97,15 +97,7 @@ class ChangeCache:
         kept: int,
         clock: Clock,
     ) -> None:
-        """Creates it, empty.
-
-        Args:
-            namespace: The namespace.
-            catalog: Reads the objects that announcements name.
-            journal: Reads announcements.
-            kept: Maximum changes that are kept.
-            clock: The clock.
-        """
+        """Creates it, empty."""
         self._namespace = namespace
         self._catalog = catalog
         self._journal = journal

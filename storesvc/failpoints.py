@@ -172,11 +172,7 @@ def is_development(version: str) -> bool:
 
 
 def parse(text: str) -> dict[Failpoint, Fault]:
-    """Parses the value of the environment variable.
-
-    Raises:
-        InvalidFieldError: A point or an action does not exist.
-    """
+    """Parses the value of the environment variable."""
     return dict(_parse_one(entry.strip()) for entry in text.split(",") if entry.strip())
 
 

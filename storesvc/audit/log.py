@@ -84,10 +84,6 @@ class AuditLog:
     def __init__(self, path: Path, *, server: str) -> None:
         """Opens the log; creates the file if there is none.
 
-        Args:
-            path: The file.
-            server: Name of this server in the entries.
-
         Raises:
             InvalidFieldError: The file cannot be written.
         """
@@ -338,21 +334,13 @@ class AuditObserver:
         """Records nothing yet: what the call is about is not known."""
 
     async def on_permitted(self, call: Call) -> None:
-        """Records the intent of a call.
-
-        Raises:
-            AuditUnavailableError: It cannot be recorded.
-        """
+        """Records the intent of a call."""
         self._began[call.request_id] = time.monotonic_ns()
         if call.method in INTENDED:
             await self.on_elevated(call)
 
     async def on_elevated(self, call: Call) -> None:
-        """Records the intent of a call, once.
-
-        Raises:
-            AuditUnavailableError: It cannot be recorded.
-        """
+        """Records the intent of a call, once."""
         if call.request_id in self._intended:
             return
         try:

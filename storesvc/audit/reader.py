@@ -447,11 +447,7 @@ class Bookmark:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the bookmark of a text.
-
-        Raises:
-            InvalidNameError: It is none.
-        """
+        """Returns the bookmark of a text."""
         found = _BOOKMARK.fullmatch(text)
         if found is None:
             raise InvalidNameError("expected the place of an audit entry")

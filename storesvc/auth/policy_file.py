@@ -432,10 +432,6 @@ class PolicyFile:
     def __init__(self, path: Path, *, has_local: bool = True) -> None:
         """Reads the file.
 
-        Args:
-            path: The file.
-            has_local: True if callers of this machine are ``local``.
-
         Raises:
             InvalidFieldError: It cannot be read or parsed.
         """

@@ -303,11 +303,7 @@ class UnverifiedToken:
 
 
 def parse_unverified(text: str) -> UnverifiedToken:
-    """Parses a token.
-
-    Raises:
-        InvalidTokenError: It is malformed.
-    """
+    """Parses a token."""
     if len(text) > MAX_TOKEN_BYTES:
         raise InvalidTokenError(
             f"token: expected at most {MAX_TOKEN_BYTES} bytes, got {len(text)}; "
@@ -334,11 +330,6 @@ def make_principal(
     issuer: Issuer, claims: Mapping[str, Any], *, now: datetime
 ) -> Principal:
     """Returns the principal of verified claims.
-
-    Args:
-        issuer: The issuer whose key signed them.
-        claims: The claims.
-        now: The time.
 
     Raises:
         TokenExpiredError: The token has expired.

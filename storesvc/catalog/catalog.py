@@ -106,11 +106,7 @@ async def or_damage(
 
 
 def sound(found: T | CorruptDataError) -> T:
-    """Returns a row of a list; raises the error of a damaged one.
-
-    Raises:
-        CorruptDataError: The row is damaged.
-    """
+    """Returns a row of a list; raises the error of a damaged one."""
     if isinstance(found, CorruptDataError):
         raise found
     return found
@@ -180,13 +176,7 @@ class SlotReader:
     async def steps(
         self, run: RunName, *, after: int | None = None, before: int | None = None
     ) -> list[int]:
-        """Returns the steps that have a slot, newest first.
-
-        Args:
-            run: The run.
-            after: Returns only higher steps.
-            before: Returns only lower steps.
-        """
+        """Returns the steps that have a slot, newest first."""
         places = RunPaths(run)
         found = await self._bucket.list(
             places.checkpoints, after="" if after is None else places.checkpoint(after)
@@ -200,12 +190,6 @@ class SlotReader:
         """Returns the newest slots of some states by step, or errors of damaged slots.
 
         A slot that matched during the whole call is never missing.
-
-        Args:
-            run: The run.
-            states: States of the slots to return.
-            before: Returns only slots of lower steps.
-            limit: Maximum number of slots.
 
         Raises:
             ConflictError: Slots changed during each pass, and none was found.
@@ -316,13 +300,7 @@ async def checkpoint_not_found(
     steps: Callable[[], Awaitable[list[int]]],
     committed: Callable[[int], Awaitable[pb.CheckpointRecord | None]],
 ) -> CheckpointNotFoundError:
-    """Returns the error of a checkpoint that does not exist.
-
-    Args:
-        name: The checkpoint.
-        steps: Returns the steps of its run that have a slot.
-        committed: Returns the committed checkpoint of a step; None if there is none.
-    """
+    """Returns the error of a checkpoint that does not exist."""
     if name.which == LATEST:
         return CheckpointNotFoundError(
             f"{name.run} has no committed checkpoint yet; save one",
@@ -357,13 +335,7 @@ async def tag_not_found(
     existing: Iterable[str],
     read: Callable[[TagName], Awaitable[tuple[pb.TagRecord, Generation] | None]],
 ) -> TagNotFoundError:
-    """Returns the error of a tag that does not exist.
-
-    Args:
-        name: The tag.
-        existing: Names of its run's tags, deleted ones included.
-        read: Reads the record of a tag.
-    """
+    """Returns the error of a tag that does not exist."""
     similar = difflib.get_close_matches(
         name.tag, existing, n=AT_ONCE, cutoff=_SIMILARITY
     )
@@ -409,11 +381,7 @@ class Catalog:
         )
 
     async def run(self, name: RunName) -> RunSummary:
-        """Returns a run that was set up or has a checkpoint, deleted ones included.
-
-        Raises:
-            RunNotFoundError: There is no such run.
-        """
+        """Returns a run that was set up or has a checkpoint, deleted ones included."""
         found = await self._summary(name)
         if found is None or not (_is_listed(found) or await self._newest(name)):
             raise await self._run_not_found(name)
@@ -427,11 +395,6 @@ class Catalog:
 
         If the record of a run or of its newest checkpoint is damaged, its row is that
         error.
-
-        Args:
-            namespace: The namespace; None for all.
-            after: Returns only runs after this one.
-            limit: Maximum number of runs.
         """
         names = await self.run_names(namespace)
         names = [
@@ -480,17 +443,7 @@ class Catalog:
         limit: int,
         show_deleted: bool = False,
     ) -> Sequence[tuple[int, pb.CheckpointRecord | CorruptDataError]]:
-        """Returns checkpoints by step, newest first; for a damaged record, its error.
-
-        Args:
-            run: The run.
-            before: Returns only checkpoints of lower steps.
-            limit: Maximum number of checkpoints.
-            show_deleted: Whether to include deleted ones that are not purged yet.
-
-        Raises:
-            RunNotFoundError: There is no such run.
-        """
+        """Returns checkpoints by step, newest first; a damaged record as its error."""
         states = CHECKPOINTS if show_deleted else _LISTED
         found = await self._slots.newest(run, states, before=before, limit=limit)
         if not found:
@@ -541,22 +494,14 @@ class Catalog:
 
     async def check_run(self, name: RunName) -> None:
         """Rejects a run that was not set up and has no checkpoint, deleted ones
-        included.
-
-        Raises:
-            RunNotFoundError: There is no such run.
-        """
+        included."""
         if not await self._exists(name):
             raise await self._run_not_found(name)
 
     async def slot(
         self, run: RunName, step: int
     ) -> tuple[pb.CheckpointRecord, Generation] | None:
-        """Returns the slot of a step and its generation, committed or not.
-
-        Raises:
-            CorruptDataError: The slot is damaged, or belongs to another step.
-        """
+        """Returns the slot of a step and its generation, committed or not."""
         return await self._slots.slot(run, step)
 
     async def begun_uploads(self, run: RunName) -> list[str]:
@@ -607,9 +552,6 @@ class Catalog:
         """Returns the stored manifest, past the cache; reads a damaged one twice.
 
         The first response may have been corrupted in transit.
-
-        Raises:
-            CorruptDataError: The manifest is missing or damaged.
         """
         try:
             return await self._unpack_manifest(run, record)
@@ -657,11 +599,6 @@ class Catalog:
     ) -> AsyncGenerator[bytes]:
         """Yields the stored bytes of a manifest in parts, unchecked; reads each part on
         demand.
-
-        Args:
-            run: The run.
-            record: The record of the checkpoint.
-            size_bytes: Size of a part.
 
         Raises:
             CorruptDataError: The manifest is missing or truncated.

@@ -128,10 +128,6 @@ async def read_listed(
     record is absent and a list contains it.
 
     For records that users name: an absent one costs a list.
-
-    Raises:
-        CorruptDataError: See ``read_record``.
-        FormatUnsupportedError: See ``read_record``.
     """
     found = await read_record(bucket, path, kind, of=of)
     if found is None and path in await bucket.list(path):

@@ -117,13 +117,7 @@ def rolled_back(run: RunName, step: int, upload: str, why: str) -> CorruptDataEr
 
 
 def slot_missing(run: RunName, step: int, by: str) -> CorruptDataError:
-    """Returns the error of a missing slot whose checkpoint is still in use.
-
-    Args:
-        run: The run.
-        step: Step of the slot.
-        by: The tag or the hold that names its checkpoint.
-    """
+    """Returns the error of a missing slot whose checkpoint is still in use."""
     return CorruptDataError(
         f"the record of {run}@{step} is missing ({RunPaths(run).checkpoint(step)}), "
         f"but {by} names it; restore this object from a copy, or delete {by} to "
@@ -186,12 +180,7 @@ class Rollbacks:
         self, run: RunName, found: tuple[pb.CheckpointRecord, Generation] | None
     ) -> CorruptDataError | None:
         """Returns the error of a slot that was rolled back to UPLOADING; None without
-        evidence of that.
-
-        Args:
-            run: The run.
-            found: The slot and its generation, as read.
-        """
+        evidence of that."""
         if found is None or found[0].state != UPLOADING:
             return None
         places, slot = RunPaths(run), found[0]

@@ -255,11 +255,7 @@ def check_owner(
 
 
 def check_epoch(name: UploadName, record: pb.UploadRecord, epoch: int) -> None:
-    """Rejects a caller whose epoch differs from its upload's.
-
-    Raises:
-        UploadSupersededError: The epochs differ.
-    """
+    """Rejects a caller whose epoch differs from its upload's."""
     if epoch != record.epoch:
         raise UploadSupersededError(
             f"{name}: expected epoch {record.epoch}, got {epoch}; begin a new upload",
@@ -277,12 +273,6 @@ def check_complete(
 ) -> list[tuple[Sums, ChunkLocations]]:
     """Returns the chunks of all writers; rejects a commit unless exactly one writer
     holds each chunk.
-
-    Args:
-        name: The upload.
-        tree: Its tree.
-        receipts: The chunks of each finished writer.
-        writer_count: Number of writers of the upload.
 
     Raises:
         WriterUnfinishedError: Names the unfinished writers.

@@ -211,11 +211,6 @@ class History:
     ) -> None:
         """Rejects a run with a slot that was rolled back.
 
-        Args:
-            run: The run.
-            state: The state read of it.
-            expired: Its uploads whose lease is over.
-
         Raises:
             CorruptDataError: Names the slot and the evidence of the rollback.
         """

@@ -87,14 +87,7 @@ class Comparisons:
     async def between(
         self, before: CheckpointName, after: CheckpointName
     ) -> AsyncIterator[Comparison]:
-        """Yields the differences between two checkpoints, of one run or of two runs.
-
-        Raises:
-            RunNotFoundError: A run does not exist.
-            CheckpointNotFoundError: A checkpoint does not exist.
-            CorruptDataError: A manifest is missing or damaged.
-            LimitExceededError: Other comparisons took too long.
-        """
+        """Yields the differences between two checkpoints, of one run or of two runs."""
         old = await self._catalog.checkpoint(before)
         new = await self._catalog.checkpoint(after)
         async with self._turns.held(before.run.namespace):

@@ -76,10 +76,6 @@ class Issuer(Protocol):
     def issue(self, boundary: Boundary, *, session: str) -> tuple[Secret, datetime]:
         """Returns a credential, and when the provider ends it; blocks.
 
-        Args:
-            boundary: What it permits.
-            session: Name of the session in the provider's logs.
-
         Raises:
             StorageDeniedError: The provider rejects the server's own credentials.
             StorageUnavailableError: The provider does not answer.
@@ -354,11 +350,7 @@ class Lender:
         return await self._lend(boundary.bound_upload(self._storage, upload))
 
     async def lend_read(self, hold: HoldName) -> LentCredential:
-        """Lends a credential that permits to read the data files of the run of a hold.
-
-        Raises:
-            StoreError: As for ``lend_write``.
-        """
+        """Lends a credential that permits to read the data files of a hold's run."""
         return await self._lend(boundary.bound_pool(self._storage, hold.run))
 
     async def _lend(self, limits: Boundary) -> LentCredential:

@@ -60,13 +60,7 @@ class Unit(NamedTuple):
 
 
 def plan_units(manifest: Manifest, pool: str, chunks: I64) -> list[Unit]:
-    """Returns the units that hold some chunks, in storage order.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        pool: Path of the pool in the bucket.
-        chunks: Ordinals of the chunks.
-    """
+    """Returns the units that hold some chunks, in storage order."""
     if not len(chunks):
         return []
     places = manifest.places

@@ -60,13 +60,7 @@ class LeafTables:
     async def parse_table(
         self, name: UploadName, tree_digest: bytes, table: bytes
     ) -> Tree:
-        """Returns the parsed form of a serialised leaf table.
-
-        Raises:
-            InvalidTreeError: The table contradicts itself.
-            InvalidItemError: An item breaks a rule.
-            LimitExceededError: The table has too many leaves or chunks.
-        """
+        """Returns the parsed form of a serialised leaf table."""
         return await self._trees.get(
             tree_digest, lambda: offload(rows_in(table), _parse_table, name, table)
         )
@@ -140,11 +134,7 @@ def _parse_table(name: UploadName, table: bytes) -> Tree:
 def check_digests(
     name: UploadName, digests: bytes | bytearray, leaf_count: int
 ) -> None:
-    """Rejects leaf digests whose number is neither zero nor that of the leaves.
-
-    Raises:
-        InvalidTreeError: They have another number of bytes.
-    """
+    """Rejects leaf digests whose number is neither zero nor that of the leaves."""
     if digests and len(digests) != leaf_count * DIGEST_BYTES:
         raise InvalidTreeError(
             f"{name}: expected {DIGEST_BYTES} bytes of leaf_digests for each of "
@@ -154,11 +144,7 @@ def check_digests(
 
 
 def check_limits(name: UploadName, table: tree_pb2.LeafTable) -> None:
-    """Rejects a leaf table with more rows or values than a server accepts.
-
-    Raises:
-        LimitExceededError: A column is too long; the error names it.
-    """
+    """Rejects a leaf table with more rows or values than a server accepts."""
     for column, limit in (
         ("key", MAX_LEAVES),
         ("dtypes", MAX_VALUES),
@@ -198,12 +184,7 @@ class LeafParts:
     """Collects the parts of one leaf table."""
 
     def __init__(self, name: UploadName, leaf_count: int) -> None:
-        """Creates a collector without parts.
-
-        Args:
-            name: The upload.
-            leaf_count: Number of leaves that the stream announces.
-        """
+        """Creates a collector without parts."""
         self._name = name
         self._leaf_count = leaf_count
         leaves = min(leaf_count, MAX_LEAVES)
@@ -321,10 +302,6 @@ class SumParts:
     def __init__(self, tree: Tree, chunk_count: int) -> None:
         """Creates a collector without parts.
 
-        Args:
-            tree: Leaf table of the upload.
-            chunk_count: Number of rows that the stream announces.
-
         Raises:
             InvalidChunkError: The tree has fewer chunks than rows are announced.
         """
@@ -383,11 +360,7 @@ class SumParts:
 
 
 def unpack_client_sums(table: tree_pb2.ChunkTable) -> Sums:
-    """Returns the checksums of chunks that a client sent.
-
-    Raises:
-        InvalidChunkError: The table contradicts itself.
-    """
+    """Returns the checksums of chunks that a client sent."""
     try:
         return unpack_sums(table)
     except InvalidChunksError as e:
@@ -395,11 +368,7 @@ def unpack_client_sums(table: tree_pb2.ChunkTable) -> Sums:
 
 
 def check_size(what: str, size: int) -> None:
-    """Rejects a table that is larger than the limit.
-
-    Raises:
-        LimitExceededError: It has more than ``MAX_TREE_BYTES`` bytes.
-    """
+    """Rejects a table that is larger than the limit."""
     if size > MAX_TREE_BYTES:
         raise LimitExceededError(
             f"{what}: expected at most {MAX_TREE_BYTES} bytes, got more"

@@ -383,11 +383,7 @@ class UploadStatuses:
         self._receipts = receipts
 
     async def get(self, name: UploadName) -> UploadStatus:
-        """Returns the status of an upload, live or ended.
-
-        Raises:
-            UploadNotFoundError: The upload does not exist.
-        """
+        """Returns the status of an upload, live or ended."""
         record = await self._uploads.record(name)
         found = await self._catalog.slot(name.run, record.step)
         slot = found and found[0]
@@ -406,13 +402,7 @@ class UploadStatuses:
         self, runs: Sequence[RunName], *, after: UploadName | None, limit: int
     ) -> list[tuple[UploadName, UploadStatus | CorruptDataError]]:
         """Returns the live uploads of runs by run and id, with the error for each one
-        whose records are damaged.
-
-        Args:
-            runs: The runs, ascending.
-            after: Returns only uploads after this one; None: all.
-            limit: Maximum number of uploads.
-        """
+        whose records are damaged."""
         found: list[tuple[UploadName, UploadStatus | CorruptDataError]] = []
         left = [run for run in runs if after is None or run >= after.run]
         while left and len(found) < limit:
@@ -444,11 +434,7 @@ _NAME: Final = re.compile(r"[a-z ]{1,32}")
 
 
 def check_report(report: report_pb2.WriterReport) -> None:
-    """Rejects a malformed report.
-
-    Raises:
-        InvalidFieldError: A field is invalid; names it.
-    """
+    """Rejects a malformed report."""
     if len(report.phases) > MAX_PHASES:
         raise InvalidFieldError(
             f"report.phases: expected at most {MAX_PHASES}, got {len(report.phases)}"

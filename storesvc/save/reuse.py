@@ -213,13 +213,7 @@ class Reuse:
         table: Table,
         known: Mapping[FileEnd, bool] = MappingProxyType({}),
     ) -> list[Source]:
-        """Returns the chunks of a staging table whose data files are intact.
-
-        Args:
-            upload: The upload.
-            table: The table.
-            known: Data files that were checked already.
-        """
+        """Returns the chunks of a staging table whose data files are intact."""
         sums, places = table
         whole = await self._whole_files(upload.name.run, places, known)
         kept = np.flatnonzero(whole[places.file])

@@ -404,11 +404,7 @@ class BlockPool:
             return self._free_bytes
 
     def take(self, size_bytes: int) -> "Bytes":
-        """Returns memory with arbitrary contents, aligned for XLA unless it is small.
-
-        Raises:
-            MemoryError: There is not enough memory.
-        """
+        """Returns memory with arbitrary contents, aligned as by ``allocate``."""
         if size_bytes < HUGE_PAGE_BYTES or not self._limit_bytes:
             return allocate(size_bytes)
         mapping = self._take_free(size_bytes) or _map_memory(size_bytes)

@@ -373,11 +373,7 @@ def tracer_text(value: Any) -> str:
 
 
 def check_values(keys: Sequence[str], values: Sequence[Any]) -> None:
-    """Rejects values that cannot be saved, among leaves whose type can be.
-
-    Raises:
-        UnsupportedLeafError: Some cannot be saved; the message lists them.
-    """
+    """Rejects values that cannot be saved, among leaves whose type can be."""
     problems = [
         f"leaf {key!r}: {why}"
         for key, value in zip(keys, values, strict=True)

@@ -194,11 +194,7 @@ def shardings_by_rules(
 
 
 def check_mesh(mesh: Any) -> None:
-    """Rejects anything that is not a mesh of devices.
-
-    Raises:
-        InvalidRequestError: It is not a mesh, or it is abstract or empty.
-    """
+    """Rejects anything that is not a mesh of devices."""
     if not isinstance(mesh, Mesh) or mesh.empty:
         got = "an empty one" if isinstance(mesh, Mesh) else type(mesh).__name__
         raise InvalidRequestError(

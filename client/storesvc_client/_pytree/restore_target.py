@@ -130,11 +130,7 @@ class Placer:
         return placement
 
     def kept_value(self, leaf: Leaf, wanted: Wanted) -> Any:
-        """Returns the value that ``like`` has for a leaf, moved to its placement.
-
-        Raises:
-            ValueError: The leaf cannot be placed; the message says why.
-        """
+        """Returns the value that ``like`` has for a leaf, moved to its placement."""
         value = wanted.value
         if self._partitioner is None and wanted.dtype == leaf.dtype:
             return value
@@ -411,9 +407,6 @@ class Target:
 
         A leaf for the host, or for devices of one process, is needed whole by every
         process.
-
-        Args:
-            count: Number of processes.
         """
         everyone = frozenset(range(count))
         for row, item in self._pending.items():

@@ -111,11 +111,6 @@ def with_items(
     """Returns a plan, and its values, with items after the leaves of the tree.
 
     The plan of the tree is not changed, so that the next save can reuse it.
-
-    Args:
-        plan: Plan of a tree.
-        values: The leaves of the tree, in the order of the plan.
-        items: Items of all processes of the job, in the order of their keys.
     """
     if not items:
         return plan, values

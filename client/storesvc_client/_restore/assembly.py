@@ -73,11 +73,7 @@ class ChunkSource(Protocol):
     """Reads stored chunks."""
 
     def read(self, ordinals: Sequence[int], assembly: "Assembly") -> None:
-        """Reads the chunks and passes each to the assembly.
-
-        Raises:
-            StoreError: A chunk could not be read.
-        """
+        """Reads the chunks and passes each to the assembly."""
 
 
 class Assembly:
@@ -381,11 +377,6 @@ class Assembly:
 
     def check(self, ordinal: int, checksum: int, tail: bytes) -> None:
         """Verifies the checksum of a chunk against the manifest.
-
-        Args:
-            ordinal: The chunk.
-            checksum: CRC-32C of the elements read.
-            tail: The checksum stored after the elements.
 
         Raises:
             DataLossError: A checksum differs from the manifest.

@@ -296,11 +296,7 @@ class CheckpointReader(TreeReader):
 
     def _hold_name(self) -> str:
         """Returns the name of a hold that protects a read in progress; waits until it
-        is created.
-
-        Raises:
-            StoreError: It cannot be created.
-        """
+        is created."""
         if self._held_by is not None and self._held_by.is_held:
             return self._held_by.name
         if not self._holds:
@@ -628,11 +624,7 @@ def _read_manifest(
     deadline: Deadline,
 ) -> tuple[api.Checkpoint, Manifest]:
     """Returns a checkpoint and its manifest; reads a corrupt manifest a second time,
-    because the first read may have been corrupted in transit.
-
-    Raises:
-        DataLossError: The second read is corrupt, too.
-    """
+    because the first read may have been corrupted in transit."""
     for is_last in (False, True):
         message, data = connection.retry_until(
             "ReadManifest",

@@ -308,13 +308,6 @@ def check_or_read_again(
     """Verifies a copied chunk and marks it as complete; reads it again if it is
     corrupt. Returns the bytes of the buffers handed over.
 
-    Args:
-        chunk: Ordinal of the chunk.
-        checksum: CRC-32C of its elements.
-        tail: The checksum stored after them.
-        assembly: Assembly of its buffers.
-        again: Reads the stored bytes of the chunk a second time.
-
     Raises:
         DataLossError: The chunk is corrupt in the second read, too.
     """

@@ -124,12 +124,7 @@ class Pictures:
 
 
 def changed_chunks(later: TreeReader, base: TreeReader, key: str) -> list[int]:
-    """Returns the numbers of the chunks of a leaf whose digests differ.
-
-    Raises:
-        NotFoundError: A checkpoint has no such leaf.
-        InvalidRequestError: Their chunks cannot be compared.
-    """
+    """Returns the numbers of the chunks of a leaf whose digests differ."""
     one, other = (each.find_digests(each.find_row(key)) for each in (later, base))
     if one is None or other is None:
         name = later.name if one is None else base.name

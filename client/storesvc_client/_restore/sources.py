@@ -303,11 +303,7 @@ class FileSource:
             self._open.clear()
 
     def _check(self, assembly: Assembly) -> None:
-        """Checks the timeouts of the file calls and the deadline of the restore.
-
-        Raises:
-            UnavailableError: One has passed.
-        """
+        """Checks the timeouts of the file calls and the deadline of the restore."""
         now = time.monotonic()
         for due, read in list(self._calls.values()):
             if now > due:

@@ -263,17 +263,7 @@ class PeerSource:
         failure: Callable[[], str],
         name: str,
     ) -> None:
-        """Creates the source; nothing is read yet.
-
-        Args:
-            inner: Source from which this process reads its share.
-            spread: The plan.
-            manifest: Manifest of the checkpoint.
-            job: The processes.
-            gather: The interconnect.
-            failure: Returns the failure that another process has published, or "".
-            name: Name of the checkpoint in messages.
-        """
+        """Creates the source; nothing is read yet."""
         self._inner = inner
         self._spread = spread
         self._manifest = manifest

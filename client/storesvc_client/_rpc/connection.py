@@ -86,12 +86,7 @@ def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
 
 
 def holds_store(root: str, *, timeout: float) -> bool:
-    """Returns whether a store exists at a root; creates none.
-
-    Raises:
-        InvalidRequestError: See ``start_embedded``.
-        StoreError: The storage does not answer.
-    """
+    """Returns whether a store exists at a root; creates none."""
     with _translate_start_errors(root):
         from storesvc.server import embedded
 
@@ -339,11 +334,7 @@ class Connection:
     def call(
         self, method: Callable[..., T], request: Message, deadline: Deadline = NEVER
     ) -> T:
-        """Sends a request once and returns the response.
-
-        Raises:
-            StoreError: The store returned an error or did not answer in time.
-        """
+        """Sends a request once and returns the response."""
         seconds = self.seconds(deadline)
         with self.waits.during(_name(request), patience=seconds, is_quick=True):
             return self._call(method, request, deadline)
@@ -378,11 +369,7 @@ class Connection:
             )
 
     def retry_until(self, call: str, deadline: Deadline, act: Callable[[], T]) -> T:
-        """Retries a function as ``attempts`` does and returns its result.
-
-        Raises:
-            UnavailableError: See ``retry.until``.
-        """
+        """Retries a function as ``attempts`` does and returns its result."""
         with self._waiting(call, deadline) as wait:
             return retry_until(deadline, lambda: self._try_once(wait, act, deadline))
 
@@ -438,11 +425,7 @@ class Connection:
         return max(0.0, min(self.timeout, deadline.left))
 
     def check_open(self) -> None:
-        """Checks that the connection is open.
-
-        Raises:
-            InvalidRequestError: It is closed, or that of another process.
-        """
+        """Checks that the connection is open."""
         check_process(self.address, self._process)
         if not self._is_open:
             raise InvalidRequestError(

@@ -69,11 +69,7 @@ def note_close(close: Callable[[], None]) -> None:
 
 
 def check_not_over(place: str) -> None:
-    """Rejects a save once no thread can run it to its end.
-
-    Raises:
-        InvalidRequestError: The interpreter ends.
-    """
+    """Rejects a save once no thread can run it to its end."""
     if _is_over:
         if not threading.current_thread().daemon:
             _fail()
@@ -85,11 +81,7 @@ def check_not_over(place: str) -> None:
 
 
 def check_process(place: str, process: int) -> None:
-    """Rejects a use of a client in a process that did not connect it.
-
-    Raises:
-        InvalidRequestError: This is a forked child of it.
-    """
+    """Rejects a use of a client in a process that did not connect it."""
     if process != os.getpid():
         raise InvalidRequestError(
             f"{place}: expected a client of this process, got one of process {process},"

@@ -168,11 +168,7 @@ class Tls:
         return tuple(map(_state, self._files().values()))
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Returns the files as credentials for gRPC.
-
-        Raises:
-            InvalidRequestError: The files cannot be used.
-        """
+        """Returns the files as credentials for gRPC."""
         self.context()
         data = {name: _read(name, file) for name, file in self._files().items()}
         return grpc.ssl_channel_credentials(
@@ -180,11 +176,7 @@ class Tls:
         )
 
     def context(self) -> ssl.SSLContext:
-        """Returns the files as a context of Python's ssl module.
-
-        Raises:
-            InvalidRequestError: The files cannot be used.
-        """
+        """Returns the files as a context of Python's ssl module."""
         for name, file in self._files().items():
             _read(name, file)  # its error names the file, unlike that of ssl
         try:
@@ -350,11 +342,7 @@ class RenewedChannel(ForwardingChannel):
     def __init__(
         self, tls: Tls, dial: Callable[[grpc.ChannelCredentials], grpc.Channel]
     ) -> None:
-        """Creates the first channel.
-
-        Raises:
-            InvalidRequestError: The files cannot be used.
-        """
+        """Creates the first channel."""
         self._tls = tls
         self._dial = dial
         self._renewing = threading.Lock()

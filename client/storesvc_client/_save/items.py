@@ -60,11 +60,7 @@ class _Declared:
 
 
 def checked_items(place: str, items: object) -> dict[str, OwnItem]:
-    """Returns the items of a save in stored form, in the order of their names.
-
-    Raises:
-        InvalidRequestError: A name or a value is invalid, or there are too many.
-    """
+    """Returns the items of a save in stored form, in the order of their names."""
     if items is None:
         return {}
     if not isinstance(items, Mapping):

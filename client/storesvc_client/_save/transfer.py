@@ -58,11 +58,7 @@ class Filler(Protocol):
 
     def fill(self, slab_queue: SlabQueue, held: I64, meter: Meter) -> None:
         """Reads chunks, except those that the store holds, into staging memory and puts
-        them into the queue; returns early once the queue is cancelled.
-
-        Raises:
-            StoreError: A chunk could not be read.
-        """
+        them into the queue; returns early once the queue is cancelled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -228,11 +224,7 @@ def _check_sums(name: str, tree: Tree, known: Sums, stored: Sums) -> None:
 
 
 def list_committed(stub: RunStub) -> dict[int, Checkpoint]:
-    """Returns the checkpoints of a run by step; none if there is no such run.
-
-    Raises:
-        DataLossError: The record of one is damaged.
-    """
+    """Returns the checkpoints of a run by step; none if there is no such run."""
     request = api.ListCheckpointsRequest(parent=stub.name.resource)
     found = stub.rows(
         stub.service.ListCheckpoints, request, lambda page: page.checkpoints, None
@@ -252,11 +244,7 @@ def describe_transfer(
     metrics: Mapping[str, float],
 ) -> Description:
     """Returns the description of a checkpoint to store. Its base is the nearest step
-    before it that the run has, or else the first one after it.
-
-    Raises:
-        InvalidRequestError: A metric or a label is invalid.
-    """
+    before it that the run has, or else the first one after it."""
     others = list(present)
     earlier = [other for other in others if other < step]
     base = max(earlier, default=min(others, default=None))

@@ -167,11 +167,7 @@ def run_name(name: object) -> RunName:
 
 
 def parse_received(parse: Callable[[str], N], text: str) -> N:
-    """Parses a resource name that a server sent.
-
-    Raises:
-        DataLossError: No store could have such a name.
-    """
+    """Parses a resource name that a server sent."""
     try:
         return parse(text)
     except (InvalidNameError, InvalidItemError) as e:

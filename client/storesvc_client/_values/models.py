@@ -183,11 +183,7 @@ def object_text(name: str) -> str:
 
 
 def _time(stamp: Timestamp) -> datetime:
-    """Returns a time that every time zone can show.
-
-    Raises:
-        DataLossError: No log has it.
-    """
+    """Returns a time that every time zone can show."""
     try:
         found = stamp.ToDatetime(UTC)
     except (ValueError, OverflowError) as e:
@@ -819,12 +815,6 @@ def with_provenance(
     what: str, prefix: str, labels: Mapping[str, str], provenance: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns labels together with the provenance of a checkpoint.
-
-    Args:
-        what: The transfer, for the message.
-        prefix: Prefix of the keys of the provenance, such as "import.".
-        labels: Labels of the user and of the source.
-        provenance: Texts by key, without the prefix; empty ones are left out.
 
     Raises:
         InvalidRequestError: A label has a key of the provenance.

@@ -98,11 +98,7 @@ class Distributed:
 
 
 def checked_distributed(place: str, value: object) -> Distributed:
-    """Returns the value of ``distributed=``.
-
-    Raises:
-        InvalidRequestError: It is no ``Distributed``.
-    """
+    """Returns the value of ``distributed=``."""
     if not isinstance(value, Distributed):
         raise InvalidRequestError(
             f"{place}: distributed=: expected a Distributed, such as "
@@ -165,11 +161,7 @@ class SaveRequest:
 
     def check(self, place: str) -> None:
         """Checks what needs no other value. It is not done where the request is made:
-        in a job the other processes learn of the error, and end, too.
-
-        Raises:
-            InvalidRequestError: A field has another type, or is out of range.
-        """
+        in a job the other processes learn of the error, and end, too."""
         checked_choice(f"{place}: snapshot=", self.snapshot, SnapshotMode)
         checked_choice(f"{place}: if_busy=", self.if_busy, IfBusy)
         if not isinstance(self.document, bytes):
@@ -193,11 +185,7 @@ class RestoreRequest:
     progress: "ProgressCallback | None" = None
 
     def patterns(self, name: str) -> Sequence["Pattern"] | None:
-        """Returns ``select`` parsed, for the checkpoint of a name; None: all leaves.
-
-        Raises:
-            InvalidRequestError: It is neither globs nor regular expressions.
-        """
+        """Returns ``select`` parsed, for the checkpoint of a name; None: all leaves."""
         if self.select is None:
             return None
         return checked_patterns(f"restore of {name}: select=", self.select)

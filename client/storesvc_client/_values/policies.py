@@ -241,11 +241,7 @@ Rule: TypeAlias = (
 
 
 def check_rule(policy: RetentionPolicy, *, place: str = "retention policy") -> Rule:
-    """Returns a policy as a member of the union of all kinds.
-
-    Raises:
-        InvalidRequestError: It is of another type.
-    """
+    """Returns a policy as a member of the union of all kinds."""
     if not isinstance(policy, Rule):
         raise InvalidRequestError(
             f"{place}: expected rules such as KeepLatest(3), got {policy!r}"
@@ -285,11 +281,7 @@ _MODE_NAMES: Final = {number: mode for mode, number in _MODES.items()}
 
 
 def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
-    """Returns the message of a policy.
-
-    Raises:
-        InvalidRequestError: It is of an unknown kind.
-    """
+    """Returns the message of a policy."""
     match check_rule(policy):
         case KeepLatest(count):
             return pb.RetentionPolicy(latest=pb.KeepLatest(count=count))

@@ -81,11 +81,7 @@ class AnyTrigger(Trigger):
 
 
 def make_schedule(every: object) -> Schedule:
-    """Returns the schedule of triggers.
-
-    Raises:
-        InvalidRequestError: It is neither a trigger nor a ``timedelta``.
-    """
+    """Returns the schedule of triggers."""
     found = _members(_trigger(every))
     steps = {each.count for each in found if isinstance(each, Steps)}
     seconds = [60.0 * each.count for each in found if isinstance(each, Minutes)]
@@ -145,11 +141,7 @@ RAISE: Final = Raise()
 
 
 def checked_on_failure(place: str, value: object) -> OnFailure:
-    """Returns the value of ``on_failure=``.
-
-    Raises:
-        InvalidRequestError: It is neither ``Tolerate`` nor ``Raise``.
-    """
+    """Returns the value of ``on_failure=``."""
     if not isinstance(value, OnFailure):
         raise InvalidRequestError(
             f"{place}: on_failure=: expected Raise() or Tolerate(3), got {value!r}"
@@ -158,11 +150,7 @@ def checked_on_failure(place: str, value: object) -> OnFailure:
 
 
 def whole_number(place: str, value: object, *, least: int = 0) -> int:
-    """Returns a whole number of any type as an int, of at least ``least``.
-
-    Raises:
-        InvalidRequestError: It is of another type, or smaller.
-    """
+    """Returns a whole number of any type as an int, of at least ``least``."""
     if not isinstance(value, bool):
         try:
             number = operator.index(value)  # type: ignore[arg-type]  # asks just that

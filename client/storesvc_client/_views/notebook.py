@@ -141,12 +141,7 @@ class Listing(Iterator[T], Generic[T]):
     """An iterator over the rows of a list, which a notebook shows as a table."""
 
     def __init__(self, noun: str, rows: Iterator[T]) -> None:
-        """Creates the list; nothing is read yet.
-
-        Args:
-            noun: What a row is, such as "checkpoint".
-            rows: Reads the rows.
-        """
+        """Creates the list; nothing is read yet."""
         self._noun = noun
         self._rows = rows
         self._read_ahead = deque[T]()
@@ -182,11 +177,7 @@ def list_results(
     noun: str,
 ) -> Callable[[Callable[P, Iterator[T]]], Callable[P, Listing[T]]]:
     """Returns a decorator for functions that return an iterator: they then return a
-    ``Listing``.
-
-    Args:
-        noun: What a row is, such as "checkpoint".
-    """
+    ``Listing``."""
 
     def call_listed(function: Callable[P, Iterator[T]]) -> Callable[P, Listing[T]]:
         @wraps(function)

@@ -157,11 +157,6 @@ class Plot:
 def write_svg(place: str, svg: str, path: "str | PathLike[str]") -> Path:
     """Writes a drawing to a file, and returns its path.
 
-    Args:
-        place: Name of the drawing, for messages.
-        svg: The drawing.
-        path: A path that ends in ``.svg``.
-
     Raises:
         InvalidRequestError: The path has another suffix.
         OSError: The file cannot be written.
@@ -177,11 +172,6 @@ def write_svg(place: str, svg: str, path: "str | PathLike[str]") -> Path:
 
 def make_plot(run: str, metric: str, checkpoints: Iterable["Checkpoint"]) -> Plot:
     """Returns the plot of a metric.
-
-    Args:
-        run: Name of the run.
-        metric: Name of the metric.
-        checkpoints: The checkpoints of the run, in any order.
 
     Raises:
         NotFoundError: No checkpoint has the metric; names the nearest.

@@ -1,6 +1,5 @@
 """Documents of checkpoints and leaves, as ``storectl stat --json`` and the console show
-them, and what the runs of a namespace or a store use.
-"""
+them, and what the runs of a namespace or a store use."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -216,8 +216,7 @@ async def _create(bucket: TensorStoreBucket, clock: Clock) -> pb.StoreRecord:
 def foreign_names(names: Iterable[str]) -> list[str]:
     """Returns the top-level entries of a root that prevent a store from being created
     there, sorted: all but what an interrupted creation leaves, and what file systems
-    and mounts put into a directory, ``lost+found`` and names that begin with a dot.
-    """
+    and mounts put into a directory, ``lost+found`` and names that begin with a dot."""
     tops = {name.partition("/")[0].removesuffix(LOCK_SUFFIX) for name in names}
     return sorted(
         top

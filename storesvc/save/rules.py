@@ -28,15 +28,8 @@ def make_key_space(
     commit_time_ns: int,
     node_offset: int = 0,
 ) -> View:
-    """Returns the key space that shows the leaves of a manifest as Zarr arrays.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        node_file: Name of the node file, relative to the pool.
-        uuid: Identity of the key space; 16 bytes.
-        commit_time_ns: Nanoseconds since the epoch.
-        node_offset: Offset of the nodes in the node file.
-    """
+    """Returns the key space that shows the leaves of a manifest as Zarr arrays; see
+    ``view_arrays``."""
     tree = manifest.tree
     return view_arrays(
         [

@@ -382,8 +382,7 @@ def link_data(
     source: Source, leaves: Sequence[OrbaxLeaf], target: NewFolder, item: str
 ) -> DataFiles | None:
     """Links the data files that hold the leaves; returns None, without a link left, if
-    the files cannot be linked.
-    """
+    the files cannot be linked."""
     folder = target.local
     if folder is None or source.pool is None:
         return None
@@ -497,8 +496,7 @@ def copy_within_bucket(
 ) -> DataFiles | None:
     """Copies the data files that hold the leaves; returns None, without a copy left, if
     the bucket does not copy them. Then the caller reads them, which also finds out what
-    is damaged.
-    """
+    is damaged."""
     pool = source.bucket_pool
     if isinstance(target, ClaimedStep):
         target = target.find_bucket_target()

@@ -281,8 +281,7 @@ def read_tensors(
     source: Source, tensors: Sequence[Tensor], meter: Meter
 ) -> Iterator[tuple[Tensor, Iterator[memoryview]]]:
     """Yields each tensor with its bytes in C order, in pieces; all pieces of a tensor
-    must be taken before the next one.
-    """
+    must be taken before the next one."""
     plans = [
         [
             Piece(tensor.row, tensor.saved(region))
@@ -527,8 +526,7 @@ class _Shard:
 
 def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Written:
     """Writes the selected leaves to a folder, or to a file if the target ends in
-    ".safetensors".
-    """
+    ".safetensors"."""
     source, meter = call.source, call.meter
     tensors = plan_tensors(
         source,

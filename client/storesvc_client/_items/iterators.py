@@ -132,11 +132,7 @@ class _Values:
         )
 
     def fetch(self, processes: Iterable[int]) -> None:
-        """Reads the values of the processes that were not read yet.
-
-        Raises:
-            UnfitStateError: One of them holds no shard states.
-        """
+        """Reads the values of the processes that were not read yet."""
         new = [process for process in processes if process not in self.found]
         values = self._read(new) if new else ()
         self.found |= dict(zip(new, map(_by_number, values), strict=True))

@@ -162,11 +162,7 @@ class Container:
 
 
 def pack_container_document(containers: Iterable[Container]) -> bytes:
-    """Returns the document of containers; b"" if there are none.
-
-    Raises:
-        StructureError: It is larger than readers accept.
-    """
+    """Returns the document of containers; b"" if there are none."""
     rows = sorted([each.what, each.key, each.path_kinds] for each in containers)
     return CONTAINERS + pack_document({"containers": rows}) if rows else b""
 

@@ -462,8 +462,7 @@ def layer_changes(
     leaves: Iterable[LeafInfo], changed: Shares, *, most: int = MOST_GROUPS
 ) -> list[LayerChange]:
     """Returns the layers with the most changed bytes in natural order, and the others
-    as one.
-    """
+    as one."""
     by_key = {leaf.key: leaf for leaf in leaves}
     groups = defaultdict[str, list[LeafInfo]](list)
     for key, layer in layers_of(by_key).items():

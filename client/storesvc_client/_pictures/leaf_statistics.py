@@ -151,12 +151,7 @@ class LeafStatistics:
 def leaf_statistics(
     leaf: LeafInfo, blocks: "Iterable[tuple[Region, NDArray[Any]]]"
 ) -> LeafStatistics:
-    """Returns the statistics of a leaf.
-
-    Args:
-        leaf: The leaf.
-        blocks: Its chunks, or some of them: the region of each, and its values.
-    """
+    """Returns the statistics of a leaf."""
     from storesvc.format.dtypes import DTYPES
     from storesvc_client._pictures.statistics import (
         BlockMeans,

@@ -171,16 +171,7 @@ def make_lanes(
     at: Callable[[Checkpoint], float],
     place: Scale,
 ) -> list[Lane]:
-    """Returns the lanes that have a mark, from the top to the bottom.
-
-    Args:
-        checkpoints: The checkpoints of a run, also deleted ones.
-        tags: Tags of the run.
-        holds: Holds of the run.
-        damaged: Steps of damaged checkpoints.
-        at: Returns the step or the time of a checkpoint.
-        place: Returns the place of a step or a time.
-    """
+    """Returns the lanes that have a mark, from the top to the bottom."""
     names = _group_pairs((tag.uid, tag.name) for tag in tags)
     owners = _group_pairs((hold.uid, f"held by {hold.owner}") for hold in holds)
 

@@ -125,8 +125,7 @@ some out, and jax knows only one sequence for all loops of a process."""
 def reached_sync_point() -> Callable[[], bool] | None:
     """Returns the function that every process of a job calls as often as the others,
     once a step: it returns True once, when all stop because one received SIGTERM. None
-    if jax does not catch SIGTERM for this process.
-    """
+    if jax does not catch SIGTERM for this process."""
     from jax._src.distributed import global_state
     from jax.experimental.multihost_utils import reached_preemption_sync_point
 

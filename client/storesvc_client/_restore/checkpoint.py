@@ -1,6 +1,5 @@
 """An open checkpoint: its manifest was read in parts, verified, and is in memory; its
-chunks are read on demand.
-"""
+chunks are read on demand."""
 
 import logging
 import threading

@@ -180,11 +180,7 @@ def name_below(start: str, full: str) -> str:
 
 
 def _bucket(url: str, noun: str) -> Storage:
-    """Returns the bucket of a URL.
-
-    Raises:
-        InvalidRequestError: The URL or an option is invalid.
-    """
+    """Returns the bucket of a URL."""
     try:
         storage = storage_at(url)
     except InvalidFieldError as e:

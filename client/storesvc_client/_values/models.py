@@ -1,7 +1,6 @@
 """Values that the client returns: runs, checkpoints, leaves, tags, holds, uploads;
 entries of the audit log; damage of a checkpoint and differences between two; and
-transfers of imports and copies, with the labels that record them.
-"""
+transfers of imports and copies, with the labels that record them."""
 
 import math
 import re

@@ -1,6 +1,5 @@
 """Options of saves and restores: public value classes, and the requests that pass
-from a public function to the code that carries them out.
-"""
+from a public function to the code that carries them out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -237,8 +237,7 @@ class Connection:
         self, path: "StorePath | None", options: ForeignOptions | None = None
     ) -> "Readable":
         """Returns what a path leads into, to be used as a context manager: the store,
-        or checkpoints of another project, for which no store is opened.
-        """
+        or checkpoints of another project, for which no store is opened."""
         if options is not None:
             options.check(path)
         if is_foreign(str(path or "")):

@@ -1,6 +1,5 @@
 """Defines the command group of storectl and its options, given before or after a
-command, and reports errors.
-"""
+command, and reports errors."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

@@ -226,8 +226,7 @@ def _computable(values: "Array") -> "Array":
 
 def echo_data(what: str, kind: str, data: bytes) -> None:
     """Writes a value to stdout, byte for byte. In a terminal a line feed is added, and
-    control characters are escaped.
-    """
+    control characters are escaped."""
     if not sys.stdout.isatty():
         click.echo(data, nl=False)
     elif kind == "bytes":
@@ -241,8 +240,7 @@ def echo_data(what: str, kind: str, data: bytes) -> None:
 
 def encode_leaf(leaf: "LeafInfo", array: "Array") -> bytes:
     """Returns the bytes that are written for an encoded leaf: the stored ones, but of a
-    large integer its decimal digits.
-    """
+    large integer its decimal digits."""
     data = array.tobytes()
     if leaf.kind != "integer":
         return data

@@ -1,6 +1,5 @@
 """Lists of runs, checkpoints and leaves, for ``ls``, and details of a run or a
-namespace, for ``stat``: what it holds, uses and keeps.
-"""
+namespace, for ``stat``: what it holds, uses and keeps."""
 
 import math
 from collections import defaultdict

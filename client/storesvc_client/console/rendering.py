@@ -300,8 +300,7 @@ def heatmap(values: LeafValues) -> Markup | None:
 
 def save_phases(writer: WriterReport, seconds: float) -> Markup | None:
     """Returns a bar for each phase of a process of a save, from its first start to its
-    last end.
-    """
+    last end."""
     spans = writer.timeline
     if not spans:
         return None

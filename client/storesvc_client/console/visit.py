@@ -227,8 +227,7 @@ class Content:
 
     def values(self, leaf: LeafInfo) -> LeafValues:
         """Returns the values of a leaf; reads one leaf at a time, and keeps the last
-        ones.
-        """
+        ones."""
         with self._lock:
             if leaf.key not in self._values:
                 self._values[leaf.key] = read_values(self.opened, leaf)

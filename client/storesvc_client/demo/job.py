@@ -82,8 +82,7 @@ def make_claims(
     reference: History, killed: History, moved: History, stayed: History
 ) -> list[Claim]:
     """Returns the claims about four runs: never interrupted; killed between two saves;
-    resumed from there on a mesh of another shape, and on the same one.
-    """
+    resumed from there on a mesh of another shape, and on the same one."""
     return [
         _learns(reference),
         _died_between_saves(killed),

@@ -214,8 +214,7 @@ class Trainer(_Process):
 
     def exit_code(self) -> int:
         """Returns the exit code of a process whose events have ended; negative for a
-        signal.
-        """
+        signal."""
         try:
             return self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired as e:

@@ -107,8 +107,7 @@ def handler_options(place: str, handler: Any) -> list[str]:
 
 def check_handler(place: str, args: Any, handler: Any) -> None:
     """Rejects a handler of the caller for an argument that a store keeps itself, and
-    one of Orbax for the argument of another, as Orbax does.
-    """
+    one of Orbax for the argument of another, as Orbax does."""
     if handler is None or (args is None and type(handler) in _PLAIN):
         return
     if type(handler) not in _PLAIN or type(args) not in get_registered_args_cls(

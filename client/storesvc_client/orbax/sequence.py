@@ -246,8 +246,7 @@ class StepSequence:
         **options: Any,
     ) -> Self:
         """Opens a run as ``open_run`` does, and returns its steps; `metadata` of the
-        run is kept unless it has some. The constructor takes `options`.
-        """
+        run is kept unless it has some. The constructor takes `options`."""
         found, close = open_run(place, run, logger)
         try:
             made = cls(found, is_read_only=is_read_only, on_close=close, **options)

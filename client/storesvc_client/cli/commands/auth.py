@@ -1,6 +1,5 @@
 """Calls that concern the caller of a server: ``storectl auth``, ``login``, ``ping``,
-``quota`` and ``whoami``.
-"""
+``quota`` and ``whoami``."""
 
 from typing import TYPE_CHECKING, Final
 

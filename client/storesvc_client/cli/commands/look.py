@@ -1,6 +1,5 @@
 """``storectl ls`` lists runs, checkpoints or leaves, ``tree`` draws the leaves, and
-``stat`` shows one of all these in detail.
-"""
+``stat`` shows one of all these in detail."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

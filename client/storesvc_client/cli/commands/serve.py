@@ -1,6 +1,5 @@
 """``storectl serve`` serves one store, ``console`` pages about one to the browser;
-``demo`` runs the main job, end to end.
-"""
+``demo`` runs the main job, end to end."""
 
 import os
 from contextlib import closing

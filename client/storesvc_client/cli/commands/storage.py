@@ -1,7 +1,6 @@
 """Contents of a store: ``storectl du`` shows the bytes of runs and checkpoints, ``gc``
 collects garbage, ``upgrade`` raises the format of the store, ``retain`` shows or sets
-which checkpoints of a run stay, and ``uploads`` lists those that are being written.
-"""
+which checkpoints of a run stay, and ``uploads`` lists those that are being written."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta

@@ -368,8 +368,7 @@ def _like_saved(
 ) -> Any:
     """Returns a field of a state as it was saved, abstract: with the containers of a
     part of the state that has the same leaves, such as an average of the parameters, or
-    with those that the leaves show.
-    """
+    with those that the leaves show."""
     leaves = {leaf.key: stand_in(leaf) for leaf in saved}
     for part in alike:
         named, treedef = named_leaves({name: part})

@@ -473,6 +473,6 @@ def test_the_log_of_the_server_has_the_id_of_each_call(
     (commit,) = [
         entry
         for entry in log.entries()
-        if (entry["stage"], entry.get("method")) == ("ended", "CommitUpload")
+        if (entry["stage"], entry.get("method")) == ("ended", "CreateCheckpoint")
     ]
-    assert f"[{commit['id']}] CommitUpload prod/llama@1" in log.server.log
+    assert f"[{commit['id']}] CreateCheckpoint prod/llama@1" in log.server.log

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from storesvc.auth.call import Call
 from storesvc.auth.policy import Authentication, Permission, Principal
 from storesvc.auth.policy_file import QuotaRule
 from storesvc.errors import PermissionDeniedError, QuotaExceededError
-from storesvc.format.names import RunName
+from storesvc.format.names import RunName, UploadName
 from storesvc.gc.run_state import StoredBytes
 from storesvc.quota import BURST_SECONDS, Bucket, Quotas, find_rule
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -90,7 +91,10 @@ async def nothing_stored(_: str) -> StoredBytes:
     return StoredBytes()
 
 
-METHODS = ["ReadChunks", "WatchCheckpoints", "BeginUpload", "WriteChunks", "GetRun"]
+METHODS = [
+    *("ReadChunks", "WatchCheckpoints", "BeginUpload", "WriteChunks", "GetRun"),
+    "CreateCheckpoint",
+]
 
 
 @given(st.lists(st.tuples(st.sampled_from(METHODS), st.booleans()), max_size=40))
@@ -136,6 +140,33 @@ async def test_a_retry_of_a_begin_is_the_same_upload() -> None:
         await found.on_permitted(call_of("BeginUpload", 1))
     with pytest.raises(QuotaExceededError, match="1 uploads"):
         await found.on_permitted(call_of("BeginUpload", 2))
+
+
+@pytest.mark.parametrize("error", [None, asyncio.CancelledError()])
+async def test_a_save_in_one_call_is_an_upload_while_it_runs(
+    error: BaseException | None,
+) -> None:
+    rule = QuotaRule(namespaces=("*",), uploads=1)
+    found = Quotas(lambda: ((rule,), rule), nothing_stored)
+    small = call_of("CreateCheckpoint", 1)
+    await found.on_permitted(small)
+    with pytest.raises(QuotaExceededError, match="1 uploads"):
+        await found.on_permitted(call_of("BeginUpload", 2))
+    await found.ended(small, error)
+    await found.on_permitted(call_of("CreateCheckpoint", 3))
+
+
+async def test_what_a_save_in_one_call_stores_counts_until_it_is_listed() -> None:
+    rule = QuotaRule(namespaces=("*",), stored_bytes=1000)
+    found = Quotas(lambda: ((rule,), None), nothing_stored)
+    for number, is_admitted in ((1, True), (2, False)):
+        call = call_of("CreateCheckpoint", number)
+        upload = UploadName(RunName("limited", "run"), f"{number:032x}")
+        call.detail["name"] = upload.resource
+        await found.on_permitted(call)
+        with nullcontext() if is_admitted else pytest.raises(QuotaExceededError):
+            await found.send(upload, 600, 600)
+        await found.ended(call, None if is_admitted else PermissionDeniedError("no"))
 
 
 @pytest.mark.parametrize("is_permitted", [True, False])

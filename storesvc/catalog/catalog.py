@@ -45,6 +45,7 @@ from storesvc.catalog.slots import (
     UPLOADING,
     is_deleted,
     replaced_error,
+    reservation,
     slot_state,
 )
 from storesvc.concurrency import TREES_BYTES, ByteCache, offload, rows_in
@@ -503,6 +504,15 @@ class Catalog:
     ) -> tuple[pb.CheckpointRecord, Generation] | None:
         """Returns the slot of a step and its generation, committed or not."""
         return await self._slots.slot(run, step)
+
+    async def reservation(
+        self, run: RunName, upload: str
+    ) -> pb.CheckpointRecord | None:
+        """Returns the slot that an upload may still write, if it is absent; None: it
+        has no record, so it never will."""
+        path = RunPaths(run).upload(upload)
+        found = await read_record(self._bucket, path, pb.UploadRecord)
+        return found and reservation(upload, found[0])
 
     async def begun_uploads(self, run: RunName) -> list[str]:
         """Returns the ids of the uploads of a run that are live, or have left objects

@@ -158,6 +158,9 @@ class ChangeCache:
         else:
             slot = await self._catalog.slot(run, announcement.step)
             held = slot and slot[0]
+            if held is None and announcement.kind == pb.Announcement.KIND_COMMIT:
+                # A save in one call writes a slot that it has not reserved.
+                held = await self._catalog.reservation(run, announcement.upload)
         outcome = resolve(number, announcement, held, now=self._clock.now())
         if outcome is Outcome.LANDED and announcement.kind in _TAGGING:
             slot = await self._catalog.slot(run, announcement.step)

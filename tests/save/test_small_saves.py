@@ -21,6 +21,8 @@ from storesvc.failpoints import Action, Failpoint, Fault
 from storesvc.format.trees import pack_leaves
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc.telemetry import events
+from storesvc.watch.events import Outcome
+from storesvc.watch.watcher import ChangeCache
 from storesvc_proto.v1 import tree_pb2
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
@@ -438,6 +440,55 @@ async def test_whatever_happens_between_two_writes_is_harmless(
         if not calls.has_come:
             break
     assert number >= 7
+
+
+async def watched(process: Process, number: int) -> Callable[[], Awaitable[Outcome]]:
+    """Returns a function that returns the outcome of an announcement, for a watch."""
+    store_ = process.store
+    changes = ChangeCache(
+        "tests", store_.catalog, store_.journal, kept=9, clock=process.clock
+    )
+
+    async def look() -> Outcome:
+        changes.begin_poll([])
+        change = await changes.change(number)
+        assert change is not None
+        return change.outcome
+
+    return look
+
+
+async def test_a_watch_waits_for_a_slot_that_is_announced_and_absent() -> None:
+    process = await started()
+    await process.create(1)
+    other = await process.beside()
+    look = await watched(other, 2)
+    seen: list[Outcome] = []
+
+    async def come() -> None:
+        seen.append(await look())
+
+    # the slot comes after the record, four objects and the announcement
+    process.bucket.calls = CallsWithGuest(6, come)
+    await process.create(2)
+
+    assert [Outcome.PENDING] == seen
+    assert Outcome.LANDED is await look()
+
+
+async def test_a_watch_does_not_wait_for_a_save_that_died() -> None:
+    process = await started()
+    await process.create(1)
+    other = await process.beside()
+    look = await watched(other, 2)
+    process.bucket.calls.follow(dies_before(6))
+    with pytest.raises(DiedError):
+        await process.create(2)
+
+    assert Outcome.PENDING is await look()
+    await expire(other)
+    other.clock.turn(timedelta(minutes=1))
+    assert Outcome.SUPERSEDED is await look()
 
 
 @pytest.mark.slow

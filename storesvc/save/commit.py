@@ -16,17 +16,10 @@ leaves. So ``storectl serve`` over a bucket, where deletions take several reques
 answers a commit first and deletes in the background: between ``defer`` and ``drain``.
 Elsewhere, as in an embedded store, ``delete`` waits.
 
-``create`` takes a small upload with its chunks, and commits it, in one call. Its
-durable writes, each after those before:
-
-1. The record of the upload: from here on no collection takes its objects for garbage.
-2. All objects that the slot will name, at the same time: one file with the chunks and
-   the nodes of the key space, its root, the manifest, the file table.
-3. The announcement. 4. The slot.
-
-There is no leaf table, lease, staging table and receipt: they are for calls that
-another process continues. Where the slot exists, it is reserved first; see
-``Uploads.begin``.
+``create`` begins, stores and commits a small upload in one call: it writes the record
+of the upload, from where on no collection takes its objects for garbage, then what is
+in steps 2 to 4, with the chunks in the file of the nodes. A leaf table, a lease, a
+staging table and a receipt are for calls that another process continues.
 """
 
 import asyncio

@@ -141,6 +141,17 @@ def test_the_limit_is_a_mebibyte(
     assert expected == found
 
 
+def test_names_that_do_not_fit_into_one_call_are_no_error(client: store.Client) -> None:
+    long = {f"{'k' * 400}{n}": np.full(280, n, np.float32) for n in range(900)}
+    run = client.run(RUN)
+    with counted() as calls:
+        run.save(1, long).result()
+        run.save(2, tree(2)).result()
+
+    assert ["BeginUpload", "CreateCheckpoint"] == [calls[0], calls[-1]]
+    assert same(long, run.restore(1))
+
+
 def test_a_save_of_what_the_last_one_had_sends_nothing(client: store.Client) -> None:
     run = client.run(RUN)
     run.save(1, tree(1)).result()

@@ -240,11 +240,7 @@ _OPTIONS: Final = (
 _NO_PROXY: Final = ("grpc.enable_http_proxy", 0)
 """A proxy elsewhere cannot reach this machine's loopback addresses."""
 
-_EMBEDDED_OPTIONS: Final = (
-    *_OPTIONS,
-    _NO_PROXY,
-    ("grpc.service_config", json.dumps({"methodConfig": _METHOD_CONFIG})),
-)
+_EMBEDDED_OPTIONS: Final = (*_OPTIONS, _NO_PROXY)
 _REMOTE_OPTIONS: Final = (
     *_OPTIONS,
     (

@@ -16,7 +16,7 @@ from storesvc_client._chunks.slabs import FilledSlab
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.snapshot import SlabQueue, Source, make_probe
 from storesvc_client._save.upload import Upload, UploadPlan
-from storesvc_client._save.writers import UnknownCallError, Writer
+from storesvc_client._save.writers import NotInOneCallError, Writer
 from storesvc_client._session import Session
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.models import Checkpoint
@@ -27,9 +27,6 @@ SMALL_BYTES: Final = 1 << 20
 
 _MAX_ROWS: Final = 1000
 """Maximum leaves, and maximum chunks."""
-
-_MAX_STRUCTURE_BYTES: Final = 64 << 10
-"""Maximum bytes of its structure document: with the leaves it fits into the request."""
 
 _REUSED_SHARE: Final = 8
 """The part of the bytes, one in so many, from which a save reuses."""
@@ -43,7 +40,6 @@ def is_small(connection: Connection, writer: Writer, plan: UploadPlan) -> bool:
         and writer.writer_count == 1
         and (base is None or base.which == "latest")
         and len(tree.leaves) <= _MAX_ROWS
-        and len(tree.structure) <= _MAX_STRUCTURE_BYTES
         and tree.chunk_count <= _MAX_ROWS
         and sum(slab.stored_bytes for slab in plan.slabs) <= SMALL_BYTES
     )
@@ -114,8 +110,7 @@ class SmallUpload(Upload):
             )
             self._begun.set_result(api.Upload(name=name))
             self._meter.add(len(self._data))
-        except UnknownCallError:
-            self._connection.creates_in_one_call = False
+        except NotInOneCallError:
             for filled in self._filled:
                 self._slab_queue.put(filled)
             self._slab_queue.end()

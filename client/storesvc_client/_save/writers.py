@@ -107,8 +107,12 @@ def checked_description(
     )
 
 
-class UnknownCallError(Exception):
-    """The server is of an earlier release, and does not know a call."""
+_MAX_ONE_CALL_BYTES: Final = (1 << 20) + (256 << 10)
+"""Maximum bytes of a CreateCheckpointRequest."""
+
+
+class NotInOneCallError(Exception):
+    """A save is too large for one call, or its server of an earlier release."""
 
 
 class Writer:
@@ -150,7 +154,7 @@ class Writer:
 
         Raises:
             StoreError: As the contract states for CreateCheckpoint.
-            UnknownCallError: The server is of an earlier release.
+            NotInOneCallError: The server would not take it; nothing was sent.
         """
         request = api.CreateCheckpointRequest(
             parent=self.described.run.resource,
@@ -159,6 +163,9 @@ class Writer:
             report=replace(report, owner=_owner()).to_message(),
             data=data,
         )
+
+        if request.ByteSize() > _MAX_ONE_CALL_BYTES:  # the names of its leaves are long
+            raise NotInOneCallError
 
         def create(request_id: str) -> Checkpoint:
             request.request_id = request_id
@@ -171,7 +178,8 @@ class Writer:
                     answer = self._stub.CreateCheckpoint(request, timeout=timeout)
                 except grpc.RpcError as e:
                     if e.code() is grpc.StatusCode.UNIMPLEMENTED:
-                        raise UnknownCallError from None
+                        self._connection.creates_in_one_call = False
+                        raise NotInOneCallError from None
                     raise
             return Checkpoint.from_message(answer.checkpoint)
 

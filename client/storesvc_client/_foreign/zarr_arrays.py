@@ -734,20 +734,11 @@ def open_arrays(
                 with translate_errors(array.name):
                     store = opening.pop(form).result()
                     alike[form] = TensorStoreArray(store, row=array.name, stored=at)
-                    if isinstance(form, _Form):
-                        alike[form].together = stored.together(alike[form], form)
+                    if isinstance(form, tuple):  # its values are known
+                        alike[form].together = stored.together(alike[form], *form[:2])
                 yield alike[form]
             else:
                 yield alike[form].alike(array, at)
-
-
-class _Form(NamedTuple):
-    """Equal for arrays with the same metadata in a database."""
-
-    places: OcdbtPlaces
-    driver: str
-    is_whole: bool
-    metadata: bytes
 
 
 class _StoredPlaces:
@@ -775,18 +766,20 @@ class _StoredPlaces:
             metadata = places.read([key], most=MAX_METADATA_BYTES)
         if metadata is None:
             return StoredIn(places, prefix), object()
-        form = _Form(places, array.driver, array.is_whole, metadata[0])
+        form = (places, array.driver, array.is_whole, metadata[0])
         return StoredIn(places, prefix), form
 
-    def together(self, array: TensorStoreArray, form: _Form) -> SmallChunks | None:
+    def together(
+        self, array: TensorStoreArray, places: OcdbtPlaces, driver: str
+    ) -> SmallChunks | None:
         """Returns the reader of small chunks that an array shares with others."""
         bounds = array.bounds
         is_small = 0 < bounds.chunk_bytes < MIN_CHUNK_BYTES
         if not (is_small and bounds.is_alone and array.shape):
             return None
         encoding = json.dumps({**bounds.metadata, "shape": 0}, sort_keys=True)
-        chunks = SmallChunks(form.places, form.driver, bounds)
-        return self._together.setdefault((form.places, encoding), chunks)
+        chunks = SmallChunks(places, driver, bounds)
+        return self._together.setdefault((places, encoding), chunks)
 
 
 def _check_metadata(location: Location, places: Sequence[ArrayPlace]) -> None:

@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Protocol
 
 import numpy as np
@@ -46,6 +47,11 @@ one small chunk."""
 
 _FEW_CHUNKS: Final = 16
 """Chunks of a leaf that take less time to plan together than one by one."""
+
+_KEPT_CHUNKS: Final = 512
+"""Maximum chunks of a leaf whose layout is kept for later restores."""
+
+_plan_again = lru_cache(maxsize=64)(plan_buffer_layout)
 
 _SHOWN: Final = 4
 """Maximum data files listed in a message."""
@@ -132,7 +138,9 @@ class Assembly:
         for row, regions in wanted:
             grid, key = tree.grids[row], (id(tree.grids[row]), tuple(regions))
             if key not in layouts:
-                layouts[key] = plan_buffer_layout(grid, regions)
+                is_small = grid.count <= _KEPT_CHUNKS
+                plan = _plan_again if is_small else plan_buffer_layout
+                layouts[key] = plan(grid, key[1])
             self._plan(row, layouts[key], first_chunk[row])
         self._lengths: list[int] = tree.stored_lengths.tolist()
         self._unreported_bytes = 0

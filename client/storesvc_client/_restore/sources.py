@@ -259,9 +259,6 @@ BLOCK_BYTES: Final = 2 << 20
 GAP_BYTES: Final = 4 << 10
 """Largest gap between neighbours that is read too: storage reads whole pages."""
 
-DIRECT_BYTES: Final = 2 * PIECE_BYTES
-"""Bytes read into a buffer and verified together: each step waits for Python's lock."""
-
 OPEN_FILES: Final = 64
 """Maximum files that stay open between the reads of a restore: to open one safely takes
 as many system calls as it has folders."""
@@ -354,7 +351,7 @@ class FileSource:
         is copied while it is in the cache; returns the bytes handed over."""
         (chunk,), (length,) = read.chunks, read.lengths
         size = length - CHECKSUM_BYTES
-        into, step = assembly.destination(chunk), DIRECT_BYTES
+        into, step = assembly.destination(chunk), PIECE_BYTES
         if into is None:
             step = assembly.piece_bytes(chunk, PIECE_BYTES)
         tail, checksum, meter = bytearray(CHECKSUM_BYTES), 0, assembly.meter

@@ -314,9 +314,18 @@ def _read_all(root: Path, path: str) -> Stored | None:
 
 def _read(descriptor: int, path: str, part: Part) -> bytes:
     head, at, stop = part
+    size, found = len(head) + stop - at, b""
+    if at >= len(head):
+        # With the bytes before it, which the header replaces: the memory that a read
+        # allocates itself is not cleared first.
+        found = os.pread(descriptor, size, stop - size)
+    is_complete = len(found) == size
     # BytesIO can be written to, and becomes bytes without a copy.
-    message = BytesIO(bytes(len(head) + stop - at))
+    message = BytesIO(found if is_complete else bytes(size))
+    del found  # or the next line would copy it
     message.write(head)
+    if is_complete:
+        return message.getvalue()
     with message.getbuffer() as whole:
         while at < stop:
             count = os.preadv(descriptor, [whole[at - stop :]], at)

@@ -380,16 +380,21 @@ class Stopwatch:
         try:
             yield
         finally:
-            spent = time.perf_counter() - since
-            with self._lock:
-                self._phases[name] = self._phases.get(name, 0.0) + spent
+            self._add(name, since)
+
+    def _add(self, name: str, since: float) -> None:
+        spent = time.perf_counter() - since
+        with self._lock:
+            self._phases[name] = self._phases.get(name, 0.0) + spent
 
     async def waits(self, name: str, stream: AsyncIterator[T]) -> AsyncGenerator[T]:
         """Yields the items of a stream; adds the time of waiting to a phase."""
         while True:
-            with self.phase(name):
-                try:
-                    found = await anext(stream)
-                except StopAsyncIteration:
-                    return
+            since = time.perf_counter()
+            try:
+                found = await anext(stream)
+            except StopAsyncIteration:
+                return
+            finally:
+                self._add(name, since)
             yield found

@@ -10,7 +10,6 @@ from benchmarks.speed.works import WORKS
 
 OTHERS: Final = {
     "catalogue": "lists of many checkpoints and runs",
-    "changes": "saves on a base and without one, of leaves that all change",
     "device": "saves from an accelerator and restores to it, by its link",
     "flips": "one flipped bit, and who notices",
     "identity": "calls and saves with a token, a policy, an audit log, and without",

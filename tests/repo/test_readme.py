@@ -179,6 +179,19 @@ def test_the_other_pages_of_the_site_have_output_only() -> None:
     assert {"text"} == kinds
 
 
+def test_the_figures_of_speed_are_in_the_tables_of_the_benchmarks() -> None:
+    speed = (DOCS / "comparison.md").read_text().partition("## Speed")[2]
+    rows = [line for line in speed.splitlines() if line.startswith("| ")]
+    figures = set(re.findall(r"\d+\.\d\d", "".join(rows)))
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    (fast,) = re.findall(r"\*\*Fast\.\*\* .*", README.read_text())
+
+    assert len(figures) > 5
+    assert figures <= set(re.findall(r"\d+\.\d\d", results))
+    rounded = {f"{float(figure):.1f}" for figure in figures}
+    assert set(re.findall(r"\d+\.\d", fast)) <= rounded
+
+
 @each_block("toml")
 def test_a_policy_of_a_document_is_valid(block: Block) -> None:
     found = parse_policy_file(block.text)

@@ -36,6 +36,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -444,14 +445,15 @@ class FileBackend:
         return kvstore.write_blocking(self._root, path, data, condition)
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
-        def write() -> None:
-            self._directories.make(path)
-            with NewFile(self._folder, path) as file:
-                file.append(parts)
-            self._directories.sync(path)
-
+        write = partial(self._write_new, path, parts)
         size_bytes = sum(memoryview(part).nbytes for part in parts)
         await self._run(path, write, size_bytes=size_bytes)
+
+    def _write_new(self, path: str, parts: Sequence[Buffer]) -> None:
+        self._directories.make(path)
+        with NewFile(self._folder, path) as file:
+            file.append(parts)
+        self._directories.sync(path)
 
     async def write_all(self, objects: Mapping[str, Sequence[Buffer]]) -> None:
         """In one thread, and all syncs at the same time. Objects outside the pool are
@@ -459,22 +461,16 @@ class FileBackend:
 
         def write() -> None:
             with ExitStack() as writing:
-                for path, parts in objects.items():
+                for path in filterfalse(is_pooled, objects):
                     self._directories.make(path)
-                    if is_pooled(path):
-                        continue
                     rooted_files.check_file(self._folder, path)
-                    begun = self._root.write(path, b"".join(parts))
+                    begun = self._root.write(path, b"".join(objects[path]))
                     writing.callback(begun.result)
                 for path in filter(is_pooled, objects):
-                    with NewFile(self._folder, path) as file:
-                        file.append(objects[path])
-                    self._directories.sync(path)
+                    self._write_new(path, objects[path])
 
         first, *_ = objects
-        size_bytes = sum(
-            len(memoryview(p)) for parts in objects.values() for p in parts
-        )
+        size_bytes = sum(memoryview(p).nbytes for p in chain(*objects.values()))
         await self._run(first, write, size_bytes=size_bytes)
 
     async def create(self, path: str) -> NewObject:

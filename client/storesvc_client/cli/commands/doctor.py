@@ -83,7 +83,7 @@ def doctor(
             direct=direct,
             tree=size(tree) if tree is not None and "@" not in tree else tree,
             interval=every,
-            on_finding=_ignore if as_json else _show,
+            on_finding=(lambda _: None) if as_json else _show,
         )
     if as_json:
         print_json(found.document())
@@ -106,10 +106,6 @@ def _errors_reported() -> Generator[None]:
         yield
     except (Refusal, StoreError) as e:
         raise _NotExamined(str(e)) from e
-
-
-def _ignore(finding: "Finding") -> None:
-    del finding
 
 
 def _show(finding: "Finding") -> None:

@@ -300,11 +300,30 @@ class Batch:
 
     def is_due(self, now: float) -> bool:
         """Returns whether the batch must end without waiting for more chunks."""
-        return self.is_whole and (
+        return self.is_whole and self._is_full(now)
+
+    def _is_full(self, now: float) -> bool:
+        return (
             self.size_bytes >= BATCH_BYTES
             or len(self._rows) >= BATCH_CHUNKS
             or now - self.began >= BATCH_SECONDS
         )
+
+    def split(self, received: Frame, *, now: float) -> tuple[Frame, Frame | None]:
+        """Returns the part of a frame that belongs to this batch, and the rest: a full
+        batch ends with its open chunk, even if each frame ends within the next one."""
+        frame, data = received
+        columns = frame.chunk, frame.offset, frame.length
+        if self.is_whole or not self._is_full(now) or min(map(len, columns)) < 2:
+            return received, None
+        size = frame.length[0]
+        first, rest = (
+            upload_api.ChunkFrame(
+                **dict(zip(("chunk", "offset", "length"), part, strict=True))
+            )
+            for part in ([c[:1] for c in columns], [c[1:] for c in columns])
+        )
+        return Frame(first, data[:size]), Frame(rest, data[size:])
 
     def check_progress(self, now: float) -> None:
         """Rejects a chunk that takes too long, because other streams need the permit.

@@ -483,13 +483,19 @@ class _Stream:
             self._batch_file = await self._receiver.begin(
                 self._upload, permit, watch=self._watch
             )
+        batch_file, now = self._batch_file, self._loop.time()
+        first, rest = batch_file.batch.split(part, now=now)
         self._adding = asyncio.ensure_future(
-            self._receiver.add(self._batch_file, part, now=self._loop.time())
+            self._receiver.add(batch_file, first, now=now)
         )
         self._adding.add_done_callback(retrieve_error)
         # The thread goes on if this call is cancelled.
         await asyncio.shield(self._adding)
-        self._batch_file.permit.count(len(part.data))
+        batch_file.permit.count(len(first.data))
+        if rest is not None and not self._cut.done():
+            if self._batch_file is not None and self._batch_file.batch.is_whole:
+                self._start(self._batch_file)
+            await self._take(rest)
 
     async def _adopt(self, table: tree_pb2.ChunkTable) -> int:
         with self._watch.phase("storage"):

@@ -156,7 +156,7 @@ def test_after_the_commit_a_write_credential_changes_no_file_of_its_upload(
     saved: Cloud, mode: Any
 ) -> None:
     with saved.client() as client:
-        client.run("prod/c").save(1, {"x": np.arange(100_000)}).result()
+        client.run("prod/c").save(1, {"x": np.arange(200_000)}).result()
     name = data_file(saved, "prod/c")
     before = get(saved.objects(own=True), name)
     thief = saved.objects(last_lent(saved))

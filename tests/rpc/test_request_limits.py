@@ -45,7 +45,7 @@ def test_a_request_that_is_too_large_is_rejected_before_it_is_parsed(
             kind = "unary_stream" if method.server_streaming else "unary_unary"
             name = f"/{method.containing_service.full_name}/{method.name}"
             call = getattr(channel, kind)(name)
-            send = partial(call, b"\xff" * (1 << 20), timeout=20)  # no message at all
+            send = partial(call, b"\xff" * (2 << 20), timeout=20)  # no message at all
             with pytest.raises(grpc.RpcError) as caught:
                 list(send()) if method.server_streaming else send()
             assert grpc.StatusCode.RESOURCE_EXHAUSTED == caught.value.code(), name

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final, Self
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
 import storesvc_client as store
@@ -166,24 +167,26 @@ def test_workload_identity_renews_its_tokens_without_a_key_file(
     client: store.Client, metadata: MetadataServer
 ) -> None:
     run = client.run("tests/identity")
-    run.save(1, {"x": 1}).result()
+    # Larger than what the server writes in one call, with its other client.
+    x = np.arange(200_000)
+    run.save(1, {"x": x}).result()
     first = metadata.handed_out
 
     time.sleep(1.1)  # now they have to be renewed
     metadata.tokens.revoke()
-    run.save(2, {"x": 2}).result()
+    run.save(2, {"x": x + 1}).result()
 
     assert metadata.handed_out >= first + 2  # one for each of the two clients
     assert [2, 1] == [found.step for found in run.checkpoints()]
-    assert {"x": 2} == run.restore("latest")
+    assert np.array_equal(x + 1, run.restore("latest")["x"])
 
 
 SAVE = """
 import sys, numpy as np, storesvc_client as store
 with store.connect(sys.argv[1]) as client:
     run = client.run("tests/identity")
-    run.save(1, {"x": np.arange(1000)}).result()
-    assert np.array_equal(np.arange(1000), run.restore(1)["x"])
+    run.save(1, {"x": np.arange(200_000)}).result()
+    assert np.array_equal(np.arange(200_000), run.restore(1)["x"])
 """
 
 

@@ -122,7 +122,7 @@ def test_a_client_in_the_process_and_a_server_share_a_store(
 ) -> None:
     server = ServerProcess(tmp_path, tmp_path, uri=root)
     server.start()
-    tree = sharded(64)
+    tree = sharded(128)
     with store.connect(server.address) as served, store.connect(root) as embedded:
         served.run("tests/gcs").save(1, tree).result()
         assert_equal(tree, embedded.run("tests/gcs").restore("latest", like=tree))
@@ -136,7 +136,7 @@ def test_a_purged_checkpoint_is_removed_from_the_bucket(
 ) -> None:
     run = client.run("tests/gcs")
     for step in (1, 2):
-        run.save(step, sharded(64), base=None).result()
+        run.save(step, sharded(128), base=None).result()
     objects = places(root)
 
     run.delete(1, purge_delay=timedelta(0))
@@ -164,7 +164,7 @@ def test_a_flipped_bit_in_an_object_is_reported(
     client: store.Client, root: str
 ) -> None:
     run = client.run("tests/gcs")
-    run.save(1, sharded(64)).result()
+    run.save(1, sharded(128)).result()
 
     async def flip() -> None:
         bucket = await TensorStoreBucket.open(root)
@@ -191,7 +191,7 @@ def test_a_flipped_bit_in_an_object_is_reported(
 def test_a_save_outlasts_transient_errors(
     client: store.Client, gcs: FakeGcs, action: Any
 ) -> None:
-    run, tree = client.run("tests/gcs"), sharded(64)
+    run, tree = client.run("tests/gcs"), sharded(128)
     for after in range(0, 12, 3):
         gcs.fault("POST /upload", action, after=after)
         gcs.fault("GET /storage", action, after=after)
@@ -387,7 +387,7 @@ def test_nothing_of_an_upload_is_left_when_its_server_has_ended(
 ) -> None:
     gcs.fault("DELETE .*staging", Delay(1.5), times=ALWAYS)
     with store.connect(bucket_server.address) as client:
-        client.run("tests/gcs").save(1, sharded(64)).result()
+        client.run("tests/gcs").save(1, sharded(128)).result()
     bucket_server.stop()
 
     assert [] == left_of_uploads(root)
@@ -398,7 +398,7 @@ def test_nothing_of_an_upload_is_left_when_its_server_has_ended(
 def test_a_save_does_not_wait_for_the_deletion_of_its_staging(
     root: str, gcs: FakeGcs, bucket_server: ServerProcess
 ) -> None:
-    tree = sharded(64)
+    tree = sharded(128)
     with store.connect(bucket_server.address) as client:
         run = client.run("tests/gcs")
         gcs.fault("DELETE .*staging", Stall(), times=ALWAYS)

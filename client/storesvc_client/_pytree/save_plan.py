@@ -506,17 +506,19 @@ class TreeSource:
         """Returns the blocks of a leaf on the host; each thread caches its last
         leaf."""
         if getattr(self._cache, "row", None) != row:
-            with self._lock:
-                shards = (
-                    self._transfer_blocks(row)
-                    if self._plan.is_remote
-                    else self._shards(row)
-                )
+            # The thread may be the caller's, in its contexts.
+            with jax.transfer_guard("allow"):
+                with self._lock:
+                    shards = (
+                        self._transfer_blocks(row)
+                        if self._plan.is_remote
+                        else self._shards(row)
+                    )
+                self._cache.blocks = [
+                    np.asarray(shard, self._plan.leaves[row].dtype, order="C")
+                    for shard in shards
+                ]
             self._cache.row = row
-            self._cache.blocks = [
-                np.asarray(shard, self._plan.leaves[row].dtype, order="C")
-                for shard in shards
-            ]
             self._cache.is_own = all(
                 isinstance(shard, jax.Array) or np.may_share_memory(shard, block)
                 for shard, block in zip(shards, self._cache.blocks, strict=True)

@@ -316,13 +316,15 @@ class Batch:
         columns = frame.chunk, frame.offset, frame.length
         if self.is_whole or not self._is_full(now) or min(map(len, columns)) < 2:
             return received, None
-        size = frame.length[0]
         first, rest = (
             upload_api.ChunkFrame(
-                **dict(zip(("chunk", "offset", "length"), part, strict=True))
+                chunk=frame.chunk[rows],
+                offset=frame.offset[rows],
+                length=frame.length[rows],
             )
-            for part in ([c[:1] for c in columns], [c[1:] for c in columns])
+            for rows in (slice(1), slice(1, None))
         )
+        size = frame.length[0]
         return Frame(first, data[:size]), Frame(rest, data[size:])
 
     def check_progress(self, now: float) -> None:

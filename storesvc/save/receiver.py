@@ -493,8 +493,8 @@ class _Stream:
         await asyncio.shield(self._adding)
         batch_file.permit.count(len(first.data))
         if rest is not None and not self._cut.done():
-            if self._batch_file is not None and self._batch_file.batch.is_whole:
-                self._start(self._batch_file)
+            if self._batch_file is batch_file and batch_file.batch.is_whole:
+                self._start(batch_file)
             await self._take(rest)
 
     async def _adopt(self, table: tree_pb2.ChunkTable) -> int:

@@ -342,7 +342,10 @@ class FileSource:
         take = self._read_single if len(read.chunks) == 1 else self._read_neighbours
         with self._translating(read), assembly.meter.part(read.file):
             file = self._open_file(read)
-            return take(file.descriptor, read, scratch, assembly)
+            try:
+                return take(file.descriptor, read, scratch, assembly)
+            finally:
+                del file  # an error keeps this frame, and must not keep the file open
 
     def _read_single(
         self, file: int, read: Read, scratch: "_Scratch", assembly: Assembly

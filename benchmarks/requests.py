@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -78,8 +79,8 @@ def longest_chain(requests: Sequence[Logged]) -> list[Logged]:
     """Returns as many requests as possible of which each begins after the one before
     it has ended."""
     chain: list[Logged] = []
-    for request in sorted(requests, key=_ended):
-        if not chain or request.began_seconds >= _ended(chain[-1]):
+    for request in sorted(requests, key=_end_seconds):
+        if not chain or request.began_seconds >= _end_seconds(chain[-1]):
             chain.append(request)
     return chain
 
@@ -123,9 +124,9 @@ def works(
             np.add(leaf, 1, out=leaf)
         run.save(step, state).result()
 
-    yield "first save", lambda: save(1)
+    yield "first save", partial(save, 1)
     for step in range(2, 2 + saves):
-        yield "save", lambda step=step: save(step)  # type: ignore[misc]
+        yield "save", partial(save, step)
     changed = {**state, "leaf-0": state["leaf-0"] + 1}
     yield "save, 1 leaf changed", lambda: run.save(1000, changed).result()
     yield "restore", lambda: run.restore(1000)
@@ -163,9 +164,9 @@ def count(
     ended = time.monotonic()
     time.sleep(later_seconds)
     found = list(gcs.log)
-    writes = [_ended(each) for each in found if described(each)[0] == "write"]
+    writes = [_end_seconds(each) for each in found if described(each)[0] == "write"]
     last = max(writes) if is_save else ended
-    awaited = [request for request in found if _ended(request) <= last]
+    awaited = [request for request in found if _end_seconds(request) <= last]
     counted = Counter(described(request)[0] for request in found)
     return awaited, [
         *(counted[kind] for kind in KINDS),
@@ -234,7 +235,7 @@ def main() -> None:
     print(bars_table(each for each in verdicts(results, [BAR]) if each.value))
 
 
-def _ended(request: Logged) -> float:
+def _end_seconds(request: Logged) -> float:
     return request.began_seconds + request.seconds
 
 

@@ -143,7 +143,7 @@ def _rounds(
         for name in names:
             (place / name).mkdir(exist_ok=True)
             process = _run(name, shape, *settings, str(place / name), *quick)
-            started.append(stack.enter_context(_ended(process)))
+            started.append(stack.enter_context(_end_after(process)))
         for name, process in zip(names, started, strict=True):  # all are starting
             _say(f"{shape}: making the state for {name}")
             worker = _Worker(name, process)
@@ -215,10 +215,10 @@ def _run(*arguments: str) -> "subprocess.Popen[str]":
 
 
 @contextmanager
-def _ended(
+def _end_after(
     process: "subprocess.Popen[str]",
 ) -> "Iterator[subprocess.Popen[str]]":
-    """Ends a worker."""
+    """Ends a worker after the context."""
     with process:
         try:
             yield process

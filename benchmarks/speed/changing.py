@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 State: TypeAlias = dict[str, jax.Array]
 
 _ALIGNED_BYTES = 64
-"""What jax needs, to share memory."""
+"""Alignment of memory that jax shares; it copies other memory."""
 
 
 class Changing:

@@ -31,7 +31,8 @@ ZSTD: Final = {"name": "zstd", "configuration": {"level": 1}}
 TRANSPOSED: Final = {"name": "transpose", "configuration": {"order": [1, 0]}}
 CHUNK: Final = (4, 5)
 SHAPES: Final = ((10, 9), (10, 9), (4, 5), (3, 4), (8, 20))
-"""Of arrays that share one chunk shape: with edges, of one chunk, smaller than one."""
+"""Shapes of arrays with the same chunk shape: some have edges, one is a single chunk,
+one is smaller than a chunk."""
 
 MAX_MEMORY_BYTES: Final = 64 << 20
 

@@ -453,7 +453,7 @@ async def test_whatever_happens_between_two_writes_is_harmless(
     assert number >= 7
 
 
-async def watched(process: Process, number: int) -> Callable[[], Awaitable[Outcome]]:
+async def begin_look(process: Process, number: int) -> Callable[[], Awaitable[Outcome]]:
     """Returns a function that returns the outcome of an announcement, for a watch."""
     store_ = process.store
     changes = ChangeCache(
@@ -473,7 +473,7 @@ async def test_a_watch_waits_for_a_slot_that_is_announced_and_absent() -> None:
     process = await started()
     await process.create(1)
     other = await process.beside()
-    look = await watched(other, 2)
+    look = await begin_look(other, 2)
     seen: list[Outcome] = []
 
     async def come() -> None:
@@ -491,7 +491,7 @@ async def test_a_watch_does_not_wait_for_a_save_that_died() -> None:
     process = await started()
     await process.create(1)
     other = await process.beside()
-    look = await watched(other, 2)
+    look = await begin_look(other, 2)
     process.bucket.calls.follow(dies_before(6))
     with pytest.raises(DiedError):
         await process.create(2)

@@ -495,10 +495,10 @@ KEPT: Final = 5
 PURGE_DELAY: Final = timedelta(days=3)
 """Time for which a deleted checkpoint keeps its bytes."""
 
-FIXED_WRITES: Final = 33
-BYTES_A_WRITE: Final = 48 << 20
-"""Writing requests of a save: so many, and one more for so many bytes; measured by
-``python -m benchmarks requests``."""
+FIXED_WRITES: Final = 15
+BYTES_A_WRITE: Final = 4 << 20
+"""Writing requests and lists of a direct save: so many, and one more for so many bytes;
+measured by ``python -m benchmarks requests``."""
 
 
 def estimate_cost(work: Workload, storage: Storage | None) -> list[Finding]:

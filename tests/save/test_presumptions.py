@@ -1,10 +1,12 @@
 """What a server over a bucket presumes without a request, and that it does so for a
 minute only."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,11 +17,21 @@ from storesvc.store import Store
 from tests.catalog.test_journal import HandClock
 from tests.save.uploads_in_process import begin, committed_chunks, finish, send
 from tests.support.contract import stored, sums
-from tests.support.faulty_bucket import Call, Fault, FaultyBucket
+from tests.support.faulty_bucket import (
+    Call,
+    Calls,
+    Fault,
+    FaultyBucket,
+    becomes_true,
+    no_faults,
+)
 
 RUN = RunName("tests", "presumptions")
 MINUTE = timedelta(seconds=60)
 LONGER = timedelta(seconds=60.5)
+SECONDS = 30.0
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -27,6 +39,8 @@ class Served:
     """A server whose clock stands still, another one, and an upload."""
 
     clock: HandClock
+    bucket: FaultyBucket
+    """The bucket of the first server."""
     here: Store
     there: Store
     upload: OpenUpload
@@ -55,7 +69,7 @@ async def stored_upload() -> AsyncIterator[Served]:
     there = await Store.open(bucket.reopened(), clock=clock)
     upload = await begin(here, RUN, 1)
     await send(here, upload, (0, 1, 2))
-    served = Served(clock, here, there, upload)
+    served = Served(clock, bucket, here, there, upload)
 
     def plan(call: Call) -> Fault:
         served.asked.append((call.operation, call.path))
@@ -64,6 +78,21 @@ async def stored_upload() -> AsyncIterator[Served]:
 
     bucket.calls.follow(plan)
     yield served
+
+
+class WaitingCalls(Calls):
+    """Calls of a bucket, of which those for one path wait for something first."""
+
+    def __init__(self, path: str, wait: Callable[[], Awaitable[object]]) -> None:
+        super().__init__(no_faults)
+        self._path, self._wait = path, wait
+
+    async def make(
+        self, operation: str, path: str, call: Coroutine[Any, Any, T], **how: bool
+    ) -> T:
+        if path == self._path:
+            await self._wait()
+        return await super().make(operation, path, call, **how)
 
 
 @pytest.mark.parametrize(("later", "is_asked"), [(MINUTE, False), (LONGER, True)])
@@ -123,6 +152,13 @@ async def test_a_commit_is_prepared_early_for_a_minute_and_its_objects_are_colle
         await served.finish()
         other = await served.take_over()
         served.clock.turn(later)
+        # The read of the slot takes as long as what is prepared early.
+        served.bucket.calls = WaitingCalls(
+            served.upload.places.checkpoint(1),
+            partial(
+                becomes_true, served.manifests, seconds=SECONDS if is_early else 0.3
+            ),
+        )
 
         with pytest.raises(UploadSupersededError):
             await served.here.commits.commit(

@@ -8,7 +8,15 @@ which the calls begin, so the same calls with the same plan have the same outcom
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias, TypeVar
@@ -120,6 +128,19 @@ def random_faults(
         return rng.choice(faults) if rng.random() < share else Fault.NONE
 
     return plan
+
+
+async def becomes_true(
+    condition: Callable[[], Awaitable[object]], *, seconds: float
+) -> bool:
+    """Waits until a condition is true, or for some seconds; returns whether it is."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while True:
+                if await condition():
+                    return True
+                await asyncio.sleep(0.001)
+    return False
 
 
 class Calls:

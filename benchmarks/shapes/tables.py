@@ -16,8 +16,9 @@ LEGEND: Final = """\
 GB/s, or the time: the best and the median round after the first, and the first of a
 process. x orbax: the speed by that of Orbax, the best of both and the median of rounds.
 back: the time until save returns, by that of one copy of the state into memory that was
-touched before (memcpy). CPU x: CPU seconds by the ones of the floor: two sums, a write
-and fsync (sums); for streams grpc-files. Medians of rounds."""
+touched before (memcpy; memcpy-new: into memory that was not). CPU x: CPU seconds by the
+ones of the floor: two sums, a write and fsync (sums); for streams grpc-files. Medians
+of rounds."""
 
 _GB: Final = 1e9
 _MB: Final = 1e6

@@ -282,6 +282,16 @@ class Memory:
         pass
 
 
+class NewMemory(Memory):
+    """The floor for a copy into memory that the process has not touched before."""
+
+    def save(self, step: int, state: State) -> None:
+        self._held = np.empty((2, 0), np.uint8)
+        size = sum(map(len, _shards(state)))
+        self._held = np.empty((2, size), np.uint8)
+        super().save(step, state)
+
+
 def _bytes_of(array: "NDArray[Any]") -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
@@ -293,6 +303,7 @@ def _close(file: Any) -> None:
 
 FLOORS: Final[Mapping[str, Maker]] = {
     "memcpy": Memory,
+    "memcpy-new": NewMemory,
     "files": RawFiles,
     "sums": SummedFiles,
     "grpc": RawGrpc,

@@ -13,6 +13,7 @@ raises builtin exceptions; their message begins with the status code.
 
 import errno
 import os
+import re
 import uuid
 from collections.abc import Awaitable, Generator
 from contextlib import contextmanager, suppress
@@ -195,6 +196,12 @@ _DAMAGE: Final = (
 )
 """Beginnings of messages about damaged or missing bytes."""
 
+_UNSATISFIED: Final = re.compile(
+    r"OUT_OF_RANGE: Requested byte range \[\d+, (\d+)\) .* total size (\d+)"
+)
+"""Message about a range, with its end and the size of the object. If the object has all
+of it, the response ended early: its stream broke."""
+
 _READ_ONLY: Final = "Read-only file system"
 """Message of TensorStore for EROFS."""
 
@@ -271,6 +278,9 @@ def _error(storage: Storage, path: str, text: str) -> StoreError:
         if is_unauthenticated(text):
             return unauthenticated_error(storage, path, why)
         return denied_error(storage, path, why)
+    broken = _UNSATISFIED.match(text)
+    if broken is not None and int(broken[1]) <= int(broken[2]):
+        return failure_error(storage, path, "a response ended early")
     if text.startswith(_DAMAGE):
         return CorruptDataError(
             f"{where} is damaged or truncated ({reason}); use another checkpoint"

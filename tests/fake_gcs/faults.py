@@ -50,6 +50,14 @@ class Truncate:
 
 
 @dataclass(frozen=True, slots=True)
+class Short:
+    """The request is executed, and the response's body ends early, as by a proxy that
+    lost its stream: its length is that of what is sent."""
+
+    body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Corrupt:
     """The request is executed, and one bit of the response's body is flipped."""
 
@@ -79,7 +87,7 @@ class Mute:
 
 
 Action: TypeAlias = (
-    Status | Reset | Lost | Truncate | Corrupt | Delay | Late | Stall | Mute
+    Status | Reset | Lost | Truncate | Short | Corrupt | Delay | Late | Stall | Mute
 )
 
 _ACTIONS: Final[Mapping[str, type[Action]]] = {
@@ -87,6 +95,7 @@ _ACTIONS: Final[Mapping[str, type[Action]]] = {
     "reset": Reset,
     "lost": Lost,
     "truncate": Truncate,
+    "short": Short,
     "corrupt": Corrupt,
     "delay": Delay,
     "late": Late,
@@ -189,6 +198,9 @@ def outcome_of(
             whole = _sent(do())
             sent_bytes = min(body_bytes, whole.sent_bytes)
             return replace(whole, sent_bytes=sent_bytes, breaks=True)
+        case Short(body_bytes):
+            answer = do()
+            return _sent(replace(answer, body=answer.body[:body_bytes]))
         case Corrupt():
             return _sent(_corrupted(do()))
         case Status():

@@ -23,7 +23,17 @@ from storesvc_client._chunks.memory import MIN_BUDGET_BYTES
 from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct
 from storesvc_client._storage.bucket import BucketRoot
-from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Late, Lost, Reset, Stall, Status
+from tests.fake_gcs import (
+    ALWAYS,
+    Delay,
+    FakeGcs,
+    Late,
+    Lost,
+    Reset,
+    Short,
+    Stall,
+    Status,
+)
 from tests.storage.freed_calls import assert_calls_freed
 from tests.support.examples import sampled
 from tests.support.gcs_calls import BUCKET, GcsCalls
@@ -244,6 +254,24 @@ def test_a_flipped_bit_is_data_loss_of_its_leaf(
 
     with pytest.raises(store.DataLossError, match=r"leaf '0\d' chunk 0: expected the"):
         run.restore(0)
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "served"])
+@pytest.mark.parametrize("place", ["pool", "manifests"])
+def test_broken_streams_are_no_damage(
+    run: store.Run, gcs: FakeGcs, place: str, is_direct: bool
+) -> None:
+    run.save(1, {"other": np.ones(1 << 18)}).result()
+    if not is_direct:
+        send_through_server(run)
+    gcs.fault(f"GET .*{place}", Short(100), times=3)
+
+    with suppress(store.UnavailableError):
+        run.restore(on_damage="older")
+
+    gcs.clear()
+    assert ["other"] == list(run.restore(on_damage="older"))
+    assert {} == run.checkpoint(1).labels
 
 
 def test_a_denied_read_is_reported(run: store.Run, gcs: FakeGcs) -> None:

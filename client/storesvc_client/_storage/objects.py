@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     import tensorstore as ts
     from google.auth.credentials import Credentials as GcsCredentials
     from google.auth.transport import Request
+    from obstore import GetOptions
     from obstore.store import (
         ClientConfig,
         GCSCredential,
@@ -398,20 +399,20 @@ class LentStore:
         key = self._key(path)
 
         async def send(objects: "Objects") -> Any:
-            if span is None:
-                return await (await obstore.get_async(objects, key)).bytes_async()
-            return await obstore.get_range_async(
-                objects, key, start=span.start, end=span.stop
-            )
+            options: GetOptions = {}
+            if span is not None:
+                options = {"range": (span.start, span.stop)}
+            found = await obstore.get_async(objects, key, options=options)
+            return await found.bytes_async(), found.meta["size"]
 
         try:
-            data = await self._sent(path, send)
+            data, size = await self._sent(path, send)
         except (NotFoundError, FileNotFoundError):  # which of them: by its version
             return ReadResult("missing", b"")
         if span is not None and len(data) != span.stop - span.start:
             raise ValueError(
-                f"OUT_OF_RANGE: expected {span.stop - span.start} bytes from offset "
-                f"{span.start}, got {len(data)}"
+                f"OUT_OF_RANGE: Requested byte range [{span.start}, {span.stop}) was "
+                f"not satisfied by {len(data)} bytes and total size {size}"
             )
         return ReadResult("value", data)
 

@@ -55,7 +55,7 @@ from storesvc.save.leaf_tables import (
     unpack_client_sums,
 )
 from storesvc.save.receipts import check_report
-from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
+from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload, WriterPlan
 from storesvc.storage.requests import background_task
 from storesvc.store import Store
 from storesvc.telemetry.events import Stopwatch
@@ -339,8 +339,9 @@ class UploadService:
                 name,
                 writer=join.writer,
                 writer_count=join.writer_count,
-                table=parts.join(),
-                digests=parts.digests,
+                plan=WriterPlan(join.tree_digest, join.values_digest)
+                if join.tree_digest
+                else WriterPlan.whole(parts.join(), parts.digests),
             )
         upload = messages.upload_message(name, record)
         return upload_api.JoinUploadResponse(upload=upload)

@@ -152,6 +152,24 @@ class NewUpload:
     """Name of the user or job, for people; "": from a client of an earlier release."""
 
 
+class WriterPlan(NamedTuple):
+    """The plan of a writer that joins an upload."""
+
+    tree_digest: bytes
+    """Digest of its serialised leaf table."""
+    values_digest: bytes
+    """Digest of ``digests``; empty: it has none."""
+    table: bytes | None = None
+    """The leaf table; None: not sent."""
+    digests: bytes = b""
+    """Digests of the leaves that other writers hold, too."""
+
+    @classmethod
+    def whole(cls, table: bytes, digests: bytes) -> "WriterPlan":
+        """Returns the plan of a writer that sent its leaf table."""
+        return cls(digest(table), digest(digests) if digests else b"", table, digests)
+
+
 class Version(NamedTuple):
     """A slot of an upload."""
 
@@ -365,8 +383,7 @@ class Uploads:
         *,
         writer: int,
         writer_count: int,
-        table: bytes,
-        digests: bytes = b"",
+        plan: "WriterPlan",
     ) -> pb.UploadRecord:
         """Returns the record of an upload that writer 0 began, for another writer that
         planned the same save.
@@ -375,8 +392,7 @@ class Uploads:
             name: The upload.
             writer: Index of the writer that joins.
             writer_count: Number of writers that it expects.
-            table: Its serialised leaf table.
-            digests: Digests of the leaves that other writers hold too; empty: none.
+            plan: Its plan; the digests suffice if writer 0 planned the same.
 
         Raises:
             InvalidTreeError: The leaf table contradicts itself.
@@ -399,19 +415,31 @@ class Uploads:
                 f"writer 0 has it, got {writer_count}; start all processes of the job "
                 "alike"
             )
-        tree_digest = digest(table)
-        if tree_digest != record.tree_digest:
+        # Clients of earlier releases send no digests of values.
+        values_differ = plan.values_digest and record.values_digest not in (
+            b"",
+            plan.values_digest,
+        )
+        if plan.table is None:
+            if values_differ or plan.tree_digest != record.tree_digest:
+                raise PlanMismatchError(
+                    f"{name}, writer {writer}: the digests of the save plan are not "
+                    "those of writer 0; send the leaf table, to learn where they differ"
+                )
+            return record
+        if plan.tree_digest != record.tree_digest:
             expected = await self.tree(name, record)
-            got = await self._leaf_tables.parse_table(name, tree_digest, table)
+            got = await self._leaf_tables.parse_table(
+                name, plan.tree_digest, plan.table
+            )
             leaf, message = await asyncio.to_thread(first_difference, expected, got)
             raise PlanMismatchError(
                 f"{name}, writer {writer}: {message}; the save plan differs from that "
                 "of writer 0: run the same program and jax version on every process",
                 leaf=leaf,
             )
-        # Clients of earlier releases send no digests.
-        if digests and record.values_digest not in (b"", digest(digests)):
-            await self._compare(name, record, writer, digests)
+        if values_differ:
+            await self._compare(name, record, writer, plan.digests)
         return record
 
     async def _compare(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from storesvc.format.checksums import digest
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc.save.rules import first_difference
 from storesvc_proto.v1 import tree_pb2
@@ -46,6 +47,30 @@ def test_a_writer_with_the_same_plan_joins(upload: Writer) -> None:
     assert upload.name == joined.name
     assert upload.epoch == joined.epoch
     assert 3 == joined.writer_count
+
+
+def join_by_digests(
+    upload: Writer, *, tree: Tree | None = None, digests: bytes = b""
+) -> api.Upload:
+    opening = api.JoinOpening(
+        upload=upload.name,
+        writer=1,
+        writer_count=3,
+        tree_digest=digest(b"".join(pack_leaves(tree or tree_of()))),
+        values_digest=digest(digests) if digests else b"",
+    )
+    requests = iter([api.JoinUploadRequest(open=opening)])
+    joined: api.Upload = upload.stub.JoinUpload(requests, timeout=30).upload
+    return joined
+
+
+def test_a_writer_with_the_same_plan_joins_by_its_digest(upload: Writer) -> None:
+    assert join(upload) == join_by_digests(upload)
+
+
+def test_a_digest_of_another_plan_is_rejected(upload: Writer) -> None:
+    with refused("PLAN_MISMATCH", "send the leaf table"):
+        join_by_digests(upload, tree=tree_of(4))
 
 
 def test_another_tree_is_rejected_by_its_first_leaf(upload: Writer) -> None:

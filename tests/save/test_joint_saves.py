@@ -300,3 +300,31 @@ def test_a_board_that_is_gone_fails_no_save_that_is_committed(
             return save.result().step
 
     assert [1] * 3 == job.run(part)
+
+
+def test_one_process_alone_sends_the_leaf_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined, sent, send = threading.local(), [], writers.Writer._send
+    monkeypatch.setattr(
+        saver, "_joint_save", lambda *what: JointSave(joined.process, *what)
+    )
+
+    def counting(writer: Any, method: Any, requests: Any) -> Any:
+        kept = list(requests)
+        sent.append(sum(each.ByteSize() for each in kept))
+        return send(writer, method, kept)
+
+    monkeypatch.setattr(writers.Writer, "_send", counting)
+    tree = {f"layer {n}": np.zeros(2, np.float32) for n in range(2000)}
+
+    def part(process: ThreadProcess) -> int:
+        joined.process = process
+        with store.connect(tmp_path.as_uri()) as client:
+            return client.run("tests/job").save(1, tree).result().step
+
+    assert [1] * 3 == ThreadJob(3).run(part)
+    *others, largest = sorted(sent)
+    assert largest > 50_000
+    assert 2 == len(others)
+    assert all(each < 500 for each in others), others

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from typing import Any, Final, SupportsFloat, TypeVar
 
 import grpc
 
-from storesvc.format.checksums import DIGEST_BYTES
+from storesvc.format.checksums import DIGEST_BYTES, digest
 from storesvc.format.chunks import Sums, pack_sums
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import Tree, pack_leaves
@@ -269,7 +269,7 @@ class Writer:
         """Sends a request and the leaf table, with the digests of its leaves, in one
         stream; returns the upload of the response."""
         # Awaited here: gRPC only cancels the call if its request iterator raises.
-        digests = self.leaf_digests.result() if self.leaf_digests else b""
+        digests = self._await_digests()
 
         def requests() -> Iterator[_Opening]:
             yield first
@@ -280,8 +280,16 @@ class Writer:
                 yield type(first)(leaves=part, leaf_digests=digests[at:end])
                 at = end
 
+        return self._send(method, requests())
+
+    def _await_digests(self) -> bytes:
+        return self.leaf_digests.result() if self.leaf_digests else b""
+
+    def _send(
+        self, method: Callable[..., Any], requests: Iterable[_Opening]
+    ) -> api.Upload:
         with translate_rpc_errors(self._connection.address):
-            response = method(requests(), timeout=self._connection.timeout)
+            response = method(iter(requests), timeout=self._connection.timeout)
         upload: api.Upload = response.upload
         return upload
 
@@ -372,11 +380,8 @@ class JointWriter(Writer):
             writer=self.index,
             writer_count=self.writer_count,
         )
-        first = api.JoinUploadRequest(open=opening, leaf_count=len(self._tree.leaves))
         try:
-            for attempt in self._connection.attempts("JoinUpload"):
-                with attempt:
-                    return self._send_leaves(self._stub.JoinUpload, first)
+            return self._join(opening)
         except ConflictError as e:
             self.check_others()
             if e.reason != "UPLOAD_NOT_FOUND":
@@ -387,6 +392,26 @@ class JointWriter(Writer):
                 f"the store at {self._connection.address}; connect all processes to "
                 "one store, and save again"
             ) from e
+
+    def _join(self, opening: api.JoinOpening) -> api.Upload:
+        """Joins an upload by the digests of the plan; by the whole plan if they do not
+        suffice, or the server is of an earlier release."""
+        brief = api.JoinUploadRequest(open=opening)
+        brief.open.tree_digest = digest(b"".join(pack_leaves(self._tree)))
+        if digests := self._await_digests():
+            brief.open.values_digest = digest(digests)
+        try:
+            return self._call_join(lambda: self._send(self._stub.JoinUpload, [brief]))
+        except StoreError as e:
+            if e.reason != "PLAN_MISMATCH":
+                raise
+        first = api.JoinUploadRequest(open=opening, leaf_count=len(self._tree.leaves))
+        return self._call_join(lambda: self._send_leaves(self._stub.JoinUpload, first))
+
+    def _call_join(self, send: Callable[[], api.Upload]) -> api.Upload:
+        for attempt in self._connection.attempts("JoinUpload"):
+            with attempt:
+                return send()
         raise AssertionError
 
     def finish(self, ref: api.WriterRef, sums: Sums, report: WriterReport) -> None:

@@ -332,20 +332,30 @@ class JoinOpening(google.protobuf.message.Message):
     UPLOAD_FIELD_NUMBER: builtins.int
     WRITER_FIELD_NUMBER: builtins.int
     WRITER_COUNT_FIELD_NUMBER: builtins.int
+    TREE_DIGEST_FIELD_NUMBER: builtins.int
+    VALUES_DIGEST_FIELD_NUMBER: builtins.int
     upload: builtins.str
     """`namespaces/{namespace}/runs/{run}/uploads/{upload}`."""
     writer: builtins.int
     """The writer, 1 to `writer_count` - 1."""
     writer_count: builtins.int
     """Number of writers, as this writer planned it."""
+    tree_digest: builtins.bytes
+    """XXH3-128 of the serialised leaf table, its parts back to back. If set, no part
+    follows.
+    """
+    values_digest: builtins.bytes
+    """XXH3-128 of `leaf_digests`, its parts back to back; empty: there are none."""
     def __init__(
         self,
         *,
         upload: builtins.str = ...,
         writer: builtins.int = ...,
         writer_count: builtins.int = ...,
+        tree_digest: builtins.bytes = ...,
+        values_digest: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["upload", b"upload", "writer", b"writer", "writer_count", b"writer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tree_digest", b"tree_digest", "upload", b"upload", "values_digest", b"values_digest", "writer", b"writer", "writer_count", b"writer_count"]) -> None: ...
 
 Global___JoinOpening: typing_extensions.TypeAlias = JoinOpening
 

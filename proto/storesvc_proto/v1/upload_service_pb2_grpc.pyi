@@ -362,6 +362,10 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     byte. If both this writer and writer 0 sent the digest of a leaf, the digests MUST
     be equal: only one of them writes the leaf, so a different value would be lost.
 
+    A writer SHOULD first send `open` with the digests of both and nothing else, which
+    suffices if they are those of writer 0; otherwise, the call is rejected with
+    `PLAN_MISMATCH`, and the writer sends all, in which a leaf that differs is found.
+
     Idempotent: changes nothing. Deadline: 60 s, also enforced by the server.
 
     Errors:
@@ -618,6 +622,10 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         table as this writer planned it, which MUST equal the one of BeginUpload byte by
         byte. If both this writer and writer 0 sent the digest of a leaf, the digests MUST
         be equal: only one of them writes the leaf, so a different value would be lost.
+
+        A writer SHOULD first send `open` with the digests of both and nothing else, which
+        suffices if they are those of writer 0; otherwise, the call is rejected with
+        `PLAN_MISMATCH`, and the writer sends all, in which a leaf that differs is found.
 
         Idempotent: changes nothing. Deadline: 60 s, also enforced by the server.
 

@@ -1,0 +1,154 @@
+"""A store of many steps, runs or data files: one real checkpoint, multiplied.
+
+Its records are sealed again under other names, by the code of the store, and are put
+into the emulator without a request. ``python -m benchmarks.scale.multiplied M``
+collects a run of M data files and prints what that cost.
+"""
+
+import gc
+import json
+import re
+import sys
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+import storesvc_client as store
+from benchmarks.scale.counting import count, emulated_bucket
+from storesvc.format import layout
+from storesvc.format.checksums import digest
+from storesvc.format.layout import RunPaths
+from storesvc.format.names import RunName
+from storesvc.format.seal import seal, unseal
+from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.fake_gcs import FakeGcs
+from tests.fake_gcs.objects import Content
+from tests.support.gcs_calls import BUCKET
+
+FIRST: Final = RunName("first", "run")
+"""The run of the real checkpoint."""
+RUN: Final = RunName("bench", "requests")
+"""The run that is made from it; as if an earlier release had written it, it has only
+what no reader can do without."""
+CHECKPOINTS: Final = 10
+"""Checkpoints over which data files are spread."""
+
+
+class MultipliedStore:
+    """A store in an emulated bucket that grows without requests."""
+
+    def __init__(self, gcs: FakeGcs, root: str) -> None:
+        """Creates it with one run of one small checkpoint."""
+        self.root = root
+        self._bucket = gcs._buckets.get(BUCKET)
+        self._prefix = root.partition(f"{BUCKET}/")[2] + "/"
+        with store.connect(root) as client:
+            client.run(str(FIRST)).save(0, {"x": np.zeros(4)}).result()
+        place = RunPaths(FIRST).checkpoint(0)
+        self._slot = unseal(self._read(place), pb.CheckpointRecord, place=place)
+        place = layout.run_record(FIRST)
+        self._run = unseal(self._read(place), pb.RunRecord, place=place)
+
+    def add_steps(self, steps: int) -> None:
+        """Adds a run of so many checkpoints."""
+        self._add_run(RUN)
+        for step in range(steps):
+            self._add_checkpoint(RUN, step, [])
+        self._sort()
+
+    def add_runs(self, runs: int) -> None:
+        """Adds so many runs of one checkpoint."""
+        for number in range(runs):
+            name = RunName(RUN.namespace, f"run-{number:06d}")
+            self._add_run(name)
+            self._add_checkpoint(name, 0, [])
+        self._sort()
+
+    def add_files(self, files: int) -> None:
+        """Adds a run of checkpoints, each of its part of so many data files."""
+        self._add_run(RUN)
+        paths, template = RunPaths(RUN), self._bucket[self._place(layout.STORE)]
+        for step in range(CHECKPOINTS):
+            upload = uuid.uuid4().hex
+            each = [f"{upload}/{n:032x}" for n in range(files // CHECKPOINTS)]
+            for file in each:
+                self._bucket._objects[self._place(paths.data_file(file))] = template
+            self._add_checkpoint(RUN, step, each, upload)
+        self._sort()
+
+    def _add_run(self, name: RunName) -> None:
+        record = pb.RunRecord()
+        record.CopyFrom(self._run)
+        record.uid = str(uuid.uuid4())
+        place = layout.run_record(name)
+        self._write(place, seal(record, place=place))
+
+    def _add_checkpoint(
+        self, run: RunName, step: int, files: list[str], upload: str = ""
+    ) -> None:
+        made, paths = pb.CheckpointRecord(), RunPaths(run)
+        made.CopyFrom(self._slot)
+        made.step, made.upload = step, upload or uuid.uuid4().hex
+        table = pb.FileTable(file=files, chunk_bytes=[8 << 20] * len(files))
+        data = table.SerializeToString()
+        if not files:
+            old = RunPaths(FIRST).file_table(self._slot.upload, self._slot.files_digest)
+            data = self._read(old)
+        made.files_digest = digest(data)
+        self._write(paths.file_table(made.upload, made.files_digest), data)
+        digest_of = self._slot.manifest_digest
+        data = self._read(RunPaths(FIRST).manifest(self._slot.upload, digest_of))
+        self._write(paths.manifest(made.upload, digest_of), data)
+        place = paths.checkpoint(step)
+        self._write(place, seal(made, place=place))
+
+    def _place(self, path: str) -> str:
+        return self._prefix + path
+
+    def _read(self, path: str) -> bytes:
+        return bytes(self._bucket[self._place(path)].content.data)
+
+    def _write(self, path: str, data: bytes) -> None:
+        """Adds an object, of which the names are sorted once, in the end."""
+        like = self._bucket[self._place(layout.STORE)]
+        self._bucket._last_generation += 1
+        self._bucket._objects[self._place(path)] = replace(
+            like,
+            content=Content.of(data, {}),
+            generation=self._bucket._last_generation,
+        )
+
+    def _sort(self) -> None:
+        self._bucket._names[:] = sorted(self._bucket._objects)
+
+
+def _read_memory(name: str) -> float:
+    """Returns a figure of this process in MiB: "VmHWM" is the most since a reset."""
+    text = Path("/proc/self/status").read_text()
+    (kib,) = re.findall(rf"{name}:\s+(\d+) kB", text)
+    return int(kib) / 1024
+
+
+def main() -> None:
+    """Collects twice; prints the cost of the second time as JSON."""
+    files = int(sys.argv[1])
+    with emulated_bucket() as gcs:
+        made = MultipliedStore(gcs, f"gs://{BUCKET}/files")
+        with store.connect(made.root) as client:
+            list(client.collect())  # with all that a first time imports
+            made.add_files(files)
+            gc.collect()
+            gc.freeze()
+            rest = _read_memory("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
+            list(client.collect())
+            cost = count(gcs, lambda: list(client.collect()))
+            cost["MiB"] = _read_memory("VmHWM") - rest
+    json.dump(cost, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

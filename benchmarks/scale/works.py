@@ -1,0 +1,233 @@
+"""The works that are counted, each as its size grows.
+
+Each yields the size, and what the work costs at that size.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+import storesvc_client as store
+from benchmarks.scale.counting import Cost, add_up, count, emulated_bucket
+from benchmarks.scale.multiplied import RUN, MultipliedStore
+from storesvc.telemetry.events import CallEnded, subscribe, unsubscribe
+from storesvc_client._job.job import JointSave
+from storesvc_client._save import saver
+from tests.fake_gcs import ALWAYS, FakeGcs, Status
+from tests.support import thread_job
+from tests.support.gcs_calls import BUCKET
+from tests.support.thread_job import ThreadJob, ThreadProcess
+
+Rows: TypeAlias = Iterator[tuple[int, Cost]]
+
+GATHER_SECONDS: Final = 300.0
+LEASE_SECONDS: Final = 600.0
+"""The default lease of an upload, in seconds."""
+LEAF_BYTES: Final = 1 << 15
+"""Bytes of a leaf, of which each process writes two: one data file."""
+RETENTION_SECONDS: Final = 3.5
+"""Time within which retention is applied after a commit."""
+LATE_SECONDS: Final = 12.0
+"""Time by which one process is late: the others poll twice or more."""
+SHORT_LEASE_SECONDS: Final = 30.0
+
+
+class ProcessThreads:
+    """Processes of a job as threads, each with a client and a store of its own."""
+
+    def __init__(self, stack: ExitStack, root: str, processes: int) -> None:
+        thread_job.GATHER_SECONDS = GATHER_SECONDS
+        vars(saver)["_joint_save"] = self._find_joint_save
+        self._joined = threading.local()
+        store.connect(root).close()  # creates the store
+        clients = [store.connect(root) for _ in range(processes)]
+        self._clients = [stack.enter_context(each) for each in clients]
+
+    def _find_joint_save(self, *what: Any) -> JointSave | None:
+        process = getattr(self._joined, "process", None)
+        return JointSave(process, *what) if process else None
+
+    def save(self, step: int, *, late_seconds: float = 0.0) -> None:
+        """Saves a new state in all processes; one may begin later than the others, and
+        then they have a short lease."""
+        lease = SHORT_LEASE_SECONDS if late_seconds else LEASE_SECONDS
+        draw, leaves = np.random.default_rng(step), 2 * len(self._clients)
+        state = {f"w{i}": draw.bytes(LEAF_BYTES) for i in range(leaves)}
+
+        def part(process: ThreadProcess) -> None:
+            if process.index == process.count - 1:
+                time.sleep(late_seconds)
+            self.save_part(process, step, state, lease)
+
+        self.run(part)
+
+    def save_part(
+        self, process: ThreadProcess, step: int, state: Any, lease: float
+    ) -> None:
+        """Saves a state in one process."""
+        self._joined.process = process
+        run = self._clients[process.index].run(str(RUN))
+        save = run.save(step, state, distributed=store.Distributed(lease=lease))
+        save.result(timeout=GATHER_SECONDS)
+
+    def run(self, part: Callable[[ThreadProcess], None]) -> None:
+        """Calls a function for each process at the same time."""
+        for outcome in ThreadJob(len(self._clients)).run(part):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+
+def save_jointly(sizes: Sequence[int]) -> Rows:
+    """P processes save together; the worse of two saves."""
+    for processes in sizes:
+        with emulated_bucket() as gcs, ExitStack() as stack:
+            job = ProcessThreads(stack, f"gs://{BUCKET}/save", processes)
+            saves = [count(gcs, partial(job.save, step)) for step in (1, 2)]
+            cost = max(saves, key=lambda each: each["requests"])
+            # the first one may import
+            cost["CPU-s"] = min(each["CPU-s"] for each in saves) / processes
+            yield processes, cost
+
+
+def wait_for_one(sizes: Sequence[int]) -> Rows:
+    """P processes save together, one of them is late by 12 s."""
+    for processes in sizes:
+        with emulated_bucket() as gcs, ExitStack() as stack:
+            job = ProcessThreads(stack, f"gs://{BUCKET}/late", processes)
+            job.save(1)
+            late = partial(job.save, 2, late_seconds=LATE_SECONDS)
+            yield processes, count(gcs, late)
+
+
+def use_many_steps(sizes: Sequence[int]) -> Rows:
+    """N steps of a run: calls of a new process; a collection after a save."""
+    for steps in sizes:
+        with emulated_bucket() as gcs:
+            made = MultipliedStore(gcs, f"gs://{BUCKET}/steps")
+            made.add_steps(steps)
+            cost: Cost = {}
+            with store.connect(made.root) as collecting:
+                _save_one(collecting.run(str(RUN)), steps)
+                list(collecting.collect())
+                with store.connect(made.root) as client:
+                    run = client.run(str(RUN))
+                    calls: dict[str, Callable[[], Any]] = {
+                        "latest": run.latest,
+                        "save": partial(_save_one, run, steps + 1),
+                        "ls": partial(_exhaust, run.checkpoints),
+                        "ls, 10": partial(_exhaust, run.checkpoints, 10),
+                        "collection": partial(_exhaust, collecting.collect),
+                    }
+                    for name, call in calls.items():
+                        found = count(gcs, call)
+                        cost |= {f"{name}: {figure}": v for figure, v in found.items()}
+            yield steps, cost
+
+
+def _save_one(run: store.Run, step: int) -> None:
+    """Saves a state that is too large for a save in one call."""
+    run.save(step, {"x": np.full(2 << 20, step % 251, np.uint8)}).result()
+
+
+def _exhaust(rows: Callable[[], Iterator[Any]], most: int | None = None) -> None:
+    for _ in islice(rows(), most):
+        pass
+
+
+def retain_after_commit(sizes: Sequence[int]) -> Rows:
+    """N steps of a run: what a policy adds to a save of 4 processes."""
+    for steps in sizes:
+        with emulated_bucket() as gcs:
+            found = [_save_under(gcs, steps, has_policy=has) for has in (False, True)]
+        yield steps, {name: found[1][name] - v for name, v in found[0].items()}
+
+
+def _save_under(gcs: FakeGcs, steps: int, *, has_policy: bool) -> Cost:
+    """Returns the cost of the second save, so that what the first one built counts."""
+    made = MultipliedStore(gcs, f"gs://{BUCKET}/retention-{has_policy}")
+    made.add_steps(steps)
+    with ExitStack() as stack:
+        run = stack.enter_context(store.connect(made.root)).run(str(RUN))
+        run.retention.set(store.KeepLatest(10**6)) if has_policy else None
+        job = ProcessThreads(stack, made.root, 4)
+        job.save(steps)
+        time.sleep(RETENTION_SECONDS)
+        again = partial(job.save, steps + 1)
+        return count(gcs, again, later_seconds=RETENTION_SECONDS)
+
+
+def collect_many_runs(sizes: Sequence[int]) -> Rows:
+    """R runs of a store: a collection in which nothing happened since the last."""
+    for runs in sizes:
+        with emulated_bucket() as gcs:
+            made = MultipliedStore(gcs, f"gs://{BUCKET}/runs")
+            made.add_runs(runs)
+            with store.connect(made.root) as client:
+                for _ in range(2):
+                    assert list(client.collect())
+                yield runs, count(gcs, lambda: list(client.collect()))
+
+
+def collect_many_files(sizes: Sequence[int]) -> Rows:
+    """M data files of a run: a collection in which nothing happened since the last."""
+    for files in sizes:
+        run = subprocess.run(
+            [sys.executable, "-m", "benchmarks.scale.multiplied", str(files)],
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+        yield files, json.loads(run.stdout)
+
+
+def join_with_many_leaves(sizes: Sequence[int]) -> Rows:
+    """L leaves: what 4 processes send to their stores when they join a save."""
+    sent: list[CallEnded] = []
+
+    def keep(event: object) -> None:
+        if isinstance(event, CallEnded) and event.method.endswith("/JoinUpload"):
+            sent.append(event)
+
+    subscribe(keep)
+    with emulated_bucket() as gcs, ExitStack() as stack:
+        job = ProcessThreads(stack, f"gs://{BUCKET}/leaves", 4)
+        for leaves in sizes:
+            key = "layers/block/attention/projection/kernel/{:08d}".format
+            state = {key(i): np.full(4, i, np.int32) for i in range(leaves)}
+            save = partial(job.save_part, step=leaves, state=state, lease=LEASE_SECONDS)
+            sent.clear()
+            cost = count(gcs, partial(job.run, save))
+            joined = sum(call.received_bytes for call in sent) / 1024
+            yield leaves, {"KiB of joins a process": joined / 3, "CPU-s": cost["CPU-s"]}
+    unsubscribe(keep)
+
+
+def meet_an_outage(sizes: Sequence[int]) -> Rows:
+    """S seconds in which the bucket answers each request of a process with 503."""
+    with emulated_bucket() as gcs, ExitStack() as stack:
+        client = stack.enter_context(store.connect(f"gs://{BUCKET}/outage"))
+        state = {f"w{i}": np.zeros(1 << 20, np.uint8) for i in range(64)}
+        for seconds in sizes:
+            for step, leaf in enumerate(state.values()):
+                leaf[:] = step + seconds
+            gcs.clear()
+            gcs.fault(".", Status(503), times=ALWAYS)
+            save = client.run(str(RUN)).save(seconds, state)
+            time.sleep(seconds)
+            cost, failed = add_up(gcs.log), 0
+            gcs.clear()
+            try:
+                save.result(timeout=GATHER_SECONDS)
+            except store.StoreError as e:
+                print(f"  after {seconds} s of 503: {e}", file=sys.stderr)
+                failed = 1
+            a_second = cost["requests"] / seconds
+            yield seconds, cost | {"a second": a_second, "failed": failed}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,7 +79,26 @@ def test_large_shards_are_split_and_small_ones_merged_per_process() -> None:
     )
 
     assert (1024, 4096) == large
-    assert (256, 1024) == small
+    assert (64, 1024) == small
+
+
+LEAVES = ((4096, 4096), (4096, 14336), (12288, 4096), (768, 3072), (384, 512))
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (4, 2), (8, 6), (12, 16)])
+def test_chunks_are_the_same_for_another_number_of_processes(
+    before: int, after: int
+) -> None:
+    def chunk_shape(shape: tuple[int, int], count: int) -> tuple[int, ...]:
+        holders = tuple(frozenset({n}) for n in range(count))
+        shards = (shape[0] // count, shape[1])
+        return shared_chunk_shape(shape, 4, Held(shards, (count, 1), holders))
+
+    leaves = [each for each in LEAVES if not each[0] % before and not each[0] % after]
+    same = [
+        each for each in leaves if chunk_shape(each, before) == chunk_shape(each, after)
+    ]
+    assert sum(a * b for a, b in same) >= 0.95 * sum(a * b for a, b in leaves)
 
 
 def test_one_holder_of_all_shards_gets_the_chunks_of_a_single_process_save() -> None:

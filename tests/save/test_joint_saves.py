@@ -221,8 +221,9 @@ def test_processes_that_hold_nothing_or_fail_once_keep_none_from_going_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [PROCESSES, 2])
 def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
-    tmp_path: Path,
+    tmp_path: Path, count: int
 ) -> None:
     target, size = tmp_path.as_uri(), job_parts.state_bytes()
     job = JaxJob(
@@ -234,9 +235,7 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
         unfinished = [u.step for u in client.run(job_parts.RUN).uploads.list()]
         steps = [c.step for c in client.run(job_parts.RUN).checkpoints()]
 
-    sent = run_job(
-        "tests.support.job_parts:goes_on", PROCESSES, devices=1, target=target
-    )
+    sent = run_job("tests.support.job_parts:goes_on", count, devices=1, target=target)
 
     results = [job.outcome(index) for index in (0, 2, 3)]
     assert all("process 1" in each for both in results for each in both[:2]), results

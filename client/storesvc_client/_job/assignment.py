@@ -32,6 +32,13 @@ SLACK_BYTES: Final = 4 << 20
 the same process."""
 
 
+_KIB: Final = 1 << 10
+
+_STEADY_PARTS: Final = ((48, 256 * _KIB), (24, 256 * _KIB), (12, 32 * _KIB), (4, 0))
+"""Parts of a dimension, and the size of a chunk from which on it is divided into so
+many: 48 can be shared by 2, 3, 4, 6, 8, 12, 16, 24 and 48 processes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """The processes that hold each shard of a leaf."""
@@ -60,11 +67,18 @@ def shared_chunk_shape(
 ) -> tuple[int, ...]:
     """Returns the chunk shape of a leaf that several processes hold.
 
-    Like ``choose_chunk_shape``, but every chunk consists of shards that one process
-    holds; if these are small, so are the chunks.
+    Like ``choose_chunk_shape``, but every chunk is within what one process holds; if
+    that is small, so are the chunks. Where it can be, the shape is the same for any
+    number of processes, so that a save by fewer or more of them reuses chunks.
     """
     if 0 in shape:  # no chunk will be stored, and the sizes may be of any magnitude
         return choose_chunk_shape(shape, itemsize, held.shard_shape)
+    if len(set(held.holders)) > 1:
+        chunk_shape = _steady_chunk_shape(shape, itemsize, held)
+        grid = Grid(shape, chunk_shape, itemsize)
+        is_held = all(holders_of_chunks(grid, held))
+        if is_held and grid.chunk_bytes <= MAX_CHUNK_BYTES:
+            return chunk_shape
     chunk = [max(1, n) for n in held.shard_shape]
     size = math.prod(chunk) * itemsize
     # 1. Too large: cut, leading dimension first. Shards are cut evenly, because a chunk
@@ -85,6 +99,29 @@ def shared_chunk_shape(
         chunk[dim] = min(chunk[dim] * taken, max(1, shape[dim]))
         size = math.prod(chunk) * itemsize
     return tuple(chunk)
+
+
+def _steady_chunk_shape(
+    shape: tuple[int, ...], itemsize: int, held: Held
+) -> tuple[int, ...]:
+    """Returns a chunk shape that does not depend on into how many shards the leading
+    sharded dimension is divided; its chunks may be held by no process.
+
+    That dimension is divided into parts whose number many numbers of processes divide,
+    as far as the size of a chunk allows. The dimensions before it are divided into
+    single rows, so that a chunk is a contiguous range of its shard.
+    """
+    dim = next(at for at, count in enumerate(held.counts) if count > 1)
+    size, after = shape[dim], held.shard_shape[dim + 1 :]
+    row_bytes = math.prod(after) * itemsize
+    parts = 1
+    for wanted, least in _STEADY_PARTS:
+        parts = math.gcd(size, wanted)
+        if size // parts * row_bytes >= least:
+            break
+    while size // parts * row_bytes > MAX_CHUNK_BYTES and not size // parts % 2:
+        parts *= 2
+    return (*(1,) * dim, size // parts, *after)
 
 
 def _count_joined(held: Held, chunk: Sequence[int], dim: int, wanted: int) -> int:

@@ -11,6 +11,10 @@ To find the newest checkpoint, a list returns the slots, and reads then return t
 states, one after another. While they run, a skipped slot may be committed and one below
 it deleted, so that the result was the newest at no time. So skipped slots are read
 again, until none has changed.
+
+No such list contains all slots of a long run. It begins at the newest checkpoint that
+this process has seen, and so has all newer ones, whichever process committed them; if
+that one is gone, or more are needed, the steps below are listed, as far as needed.
 """
 
 import asyncio
@@ -31,7 +35,10 @@ from itertools import count
 from operator import attrgetter
 from typing import Final, ParamSpec, TypeVar
 
+from cachetools import LRUCache
+
 from storesvc.auth.call import may_list
+from storesvc.catalog.numbered import MAX_NUMBER, PAGE, NumberedObjects, Span
 from storesvc.catalog.records import (
     corrupted_in_transit,
     damage_error,
@@ -121,10 +128,83 @@ _PAUSE_SECONDS: Final = 0.01
 """Pause after the first empty pass; each pause is longer than the last one."""
 
 
+_MAX_SEEN: Final = 10_000
+"""Maximum runs whose newest checkpoint is remembered."""
+
+_GROWTH: Final = 16
+"""Factor by which the next range of steps is longer if the last one had no slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a process has seen of a run; never relied on, only where lists begin."""
+
+    step: int | None = None
+    """The newest checkpoint."""
+    stride: int = 0
+    """Distance of two steps; 0: unknown."""
+
+
+class _Descent:
+    """Lists the slots of a run from the newest down, as far as they are needed."""
+
+    def __init__(
+        self, slots: NumberedObjects, seen: _Seen, *, before: int | None
+    ) -> None:
+        self._slots = slots
+        self._seen = seen
+        self._below = before
+        """All slots from this step on were returned, or are not wanted; None: none."""
+        self._is_sparse = False
+        """True after a range without two slots, where many were expected."""
+        self._has_begun = False
+        """True once the list of the first slots has been tried."""
+        self.stride = seen.stride
+
+    @property
+    def is_over(self) -> bool:
+        """True if no slot is left."""
+        return self._below is not None and self._below <= 0
+
+    async def list_next(self, count: int) -> list[int]:
+        """Returns the next steps, newest first: about `count` of them, or none if there
+        is none where so many were expected."""
+        below, step = self._below, self._seen.step
+        is_below = below is not None or (step is not None and count > 1)
+        if is_below and not self._has_begun and (self._is_sparse or not self.stride):
+            self._has_begun = True
+            span = await self._slots.list()  # usually that is all
+            self.stride = max(self.stride, span.stride, 1)
+            if span.end is None or self._is_complete(span.end):
+                self._below = 0
+                return _descending(span, below)
+        if below is None:
+            first = 0 if step is None else step - (count - 1) * self.stride
+            span = await self._slots.list_end(after=max(0, first) - 1)
+            self.stride = self.stride or span.stride
+        else:
+            first, limit = max(0, below - count * self.stride), min(count + 1, PAGE)
+            span = await self._slots.list_between(first, below, limit=limit)
+            self._is_sparse = not span.stride
+            self.stride = span.stride or self.stride * _GROWTH
+        self._below = span.first
+        return _descending(span, below)
+
+    def _is_complete(self, end: str) -> bool:
+        """Returns whether a list that ends with a path has all slots that are left."""
+        return self._below is not None and end >= self._slots.path(self._below - 1)
+
+
+def _descending(span: Span, below: int | None) -> list[int]:
+    return [n for n in reversed(span.numbers) if below is None or n < below]
+
+
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """One pass over the slots of a run, from the newest down."""
 
+    steps: set[int]
+    """The slots that were listed."""
     found: Sequence[tuple[int, pb.CheckpointRecord | CorruptDataError]]
     """Matching slots by step; a damaged one may have any state."""
     skipped: Mapping[int, Generation | None]
@@ -137,6 +217,7 @@ class SlotReader:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._rollbacks = Rollbacks(bucket)
+        self._seen: LRUCache[RunName, _Seen] = LRUCache(_MAX_SEEN)
 
     async def slot(
         self, run: RunName, step: int
@@ -178,12 +259,10 @@ class SlotReader:
         self, run: RunName, *, after: int | None = None, before: int | None = None
     ) -> list[int]:
         """Returns the steps that have a slot, newest first."""
-        places = RunPaths(run)
-        found = await self._bucket.list(
-            places.checkpoints, after="" if after is None else places.checkpoint(after)
-        )
-        steps = map(places.parse_step, reversed(found))
-        return [s for s in steps if s is not None and (before is None or s < before)]
+        first = 0 if after is None else after + 1
+        stop = MAX_NUMBER if before is None else before
+        span = await self._slots(run).list_between(first, stop)
+        return span.numbers[::-1]
 
     async def newest(
         self, run: RunName, states: Container[int], *, before: int | None, limit: int
@@ -196,13 +275,14 @@ class SlotReader:
             ConflictError: Slots changed during each pass, and none was found.
         """
         for passes in count(1):
-            steps = await self.steps(run, before=before)
-            one = await self._pass(run, steps, states, limit)
+            one = await self._pass(run, states, before, limit)
             if not one.skipped:
                 break
             above = one.found[-1][0] if len(one.found) == limit else None
             later = await self.steps(run, after=above, before=before)
-            if set(later) <= set(steps) and await self._is_unchanged(run, one.skipped):
+            if one.steps.issuperset(later) and await self._is_unchanged(
+                run, one.skipped
+            ):
                 break
             # In a run that changes all the time, a result that may be stale is better
             # than none; "no checkpoint" must be certain.
@@ -219,14 +299,22 @@ class SlotReader:
         return one.found
 
     async def _pass(
-        self, run: RunName, steps: Sequence[int], states: Container[int], limit: int
+        self, run: RunName, states: Container[int], before: int | None, limit: int
     ) -> _Pass:
         found: list[tuple[int, pb.CheckpointRecord | CorruptDataError]] = []
         skipped: dict[int, Generation | None] = {}
+        listed: set[int] = set()
+        seen = self._seen.get(run, _Seen())
+        descent, steps = _Descent(self._slots(run), seen, before=before), list[int]()
         # Usually the first slots match. Others are reservations of saves in progress,
         # or freed, and are read in larger batches.
         count = limit
-        while steps and len(found) < limit:
+        while len(found) < limit:
+            while not steps and not descent.is_over:
+                steps = await descent.list_next(count)
+                listed.update(steps)
+            if not steps:
+                break
             batch, steps = steps[:count], steps[count:]
             slots = await gather_each(
                 lambda step: or_damage(self.checked, run, step), batch
@@ -241,7 +329,13 @@ class SlotReader:
                 else:
                     skipped[step] = slot and slot[1]
             count = max(limit - len(found), AT_ONCE)
-        return _Pass(found, skipped)
+        newest = found[0][0] if found and before is None else seen.step
+        self._seen[run] = _Seen(newest, descent.stride)
+        return _Pass(listed, found, skipped)
+
+    def _slots(self, run: RunName) -> NumberedObjects:
+        places = RunPaths(run)
+        return NumberedObjects(self._bucket, places.checkpoints, places.checkpoint)
 
     async def _is_unchanged(
         self, run: RunName, skipped: Mapping[int, Generation | None]

@@ -112,12 +112,16 @@ class Bucket(Protocol):
     async def delete_below(self, prefix: str) -> None:
         """Deletes every object whose path begins with a prefix; not atomic."""
 
-    async def list(self, prefix: str, *, after: str = "") -> list[str]:
+    async def list(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> list[str]:
         """Returns the paths that begin with a prefix, ascending.
 
         Args:
             prefix: The common beginning of the paths.
             after: Returns only paths after this one, which begins with the prefix.
+            limit: Number of paths that the caller needs; None: all. If there are more,
+                a storage that lists in pages returns only as many; others return all.
         """
 
 

@@ -543,7 +543,10 @@ class FileBackend:
         remove = partial(self._directories.remove_below, prefix)
         await self._threads.run(prefix, remove, seconds=None)
 
-    async def list_paths(self, prefix: str, after: str) -> list[str]:
+    async def list_paths(
+        self, prefix: str, after: str, limit: int | None = None
+    ) -> list[str]:
+        del limit  # a directory is read whole
         listing = kvstore.names(self._root, prefix, after)
         return await answer(self._storage, listing)
 

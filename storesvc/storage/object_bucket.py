@@ -115,7 +115,10 @@ class MemoryBackend:
     async def delete_below(self, prefix: str) -> None:
         await await_future(self._root.delete_range(kvstore.key_range(prefix)))
 
-    async def list_paths(self, prefix: str, after: str) -> list[str]:
+    async def list_paths(
+        self, prefix: str, after: str, limit: int | None = None
+    ) -> list[str]:
+        del limit  # one response has all paths
         return await kvstore.names(self._root, prefix, after)
 
     async def sizes(self, folder: str) -> dict[str, int]:
@@ -179,12 +182,19 @@ class RemoteBackend(MemoryBackend):
             delete, await self.list_paths(prefix, ""), at_once=CONCURRENCY
         )
 
-    async def list_paths(self, prefix: str, after: str) -> list[str]:
-        names = await self._names(prefix, after)
-        # Some servers of the API ignore the prefix or the offset of a list.
-        return [name for name in names if name.startswith(prefix) and name > after]
+    async def list_paths(
+        self, prefix: str, after: str, limit: int | None = None
+    ) -> list[str]:
+        names = await self._names(prefix, after, limit)
+        # Some servers of the API ignore the prefix or the offset of a list: then the
+        # first names are others than those that the caller needs.
+        found = [name for name in names if name.startswith(prefix) and name > after]
+        if limit is not None and len(found) < len(names):
+            return await self.list_paths(prefix, after)
+        return found
 
-    async def _names(self, prefix: str, after: str) -> list[str]:
+    async def _names(self, prefix: str, after: str, limit: int | None) -> list[str]:
+        del limit
         listing = kvstore.names(self._root, prefix, after)
         return await answer(self._storage, listing)
 
@@ -199,16 +209,16 @@ class GcsBackend(RemoteBackend):
     async def first_names(self, limit: int) -> list[str]:
         return await self._lists.first_names(limit)
 
-    async def _names(self, prefix: str, after: str) -> list[str]:
-        return await self._lists.names(prefix, after=after)
+    async def _names(self, prefix: str, after: str, limit: int | None) -> list[str]:
+        return await self._lists.names(prefix, after=after, limit=limit)
 
     async def sizes(self, folder: str) -> dict[str, int]:
         return await self._lists.sizes(folder)
 
 
 class S3Backend(RemoteBackend):
-    """Objects in a bucket on S3; obstore signs their conditional
-    deletions, and reads their sizes."""
+    """Objects in a bucket on S3; obstore signs their conditional deletions, and makes
+    lists that begin in the middle, or end there: TensorStore reads all pages."""
 
     def __init__(self, opened: OpenedStorage, deletes: S3Deletes) -> None:
         super().__init__(opened)
@@ -219,6 +229,11 @@ class S3Backend(RemoteBackend):
             await super().delete(path, None)
         else:
             await self._deletes.delete(path, generation)
+
+    async def _names(self, prefix: str, after: str, limit: int | None) -> list[str]:
+        if not prefix.endswith("/") or (not after and limit is None):
+            return await super()._names(prefix, after, limit)
+        return [*await self._deletes.sizes(prefix, after=after, limit=limit)]
 
     async def sizes(self, folder: str) -> dict[str, int]:
         return await self._deletes.sizes(folder)
@@ -361,9 +376,11 @@ class TensorStoreBucket:
         with translate_errors(self._storage, ""):
             return await self._backend.first_names(limit)
 
-    async def list(self, prefix: str, *, after: str = "") -> list[str]:
+    async def list(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> list[str]:
         with self._request(prefix, "list"):
-            return await self._backend.list_paths(prefix, after)
+            return await self._backend.list_paths(prefix, after, limit)
 
     async def sizes(self, folder: str) -> dict[str, int]:
         """Returns the bytes of each object below a folder, by path."""

@@ -29,6 +29,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from http import HTTPStatus
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -135,30 +136,38 @@ class S3Deletes:
         if not await answer(self._storage, asked):
             raise PreconditionError(path)
 
-    async def sizes(self, folder: str) -> dict[str, int]:
-        """Returns the bytes of each object below a folder, by path.
+    async def sizes(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> dict[str, int]:
+        """Returns the bytes of each object that begins with a prefix, by path.
+
+        Args:
+            prefix: The prefix, a folder.
+            after: Returns only objects after this path.
+            limit: Returns at most so many, the first ones; None: all.
 
         Raises:
             StorageUnavailableError: The storage failed, or does not answer.
         """
-        asked = run_in_daemon_thread(self._sizes, folder)
+        asked = run_in_daemon_thread(self._sizes, prefix, after, limit)
         return await answer(self._storage, asked)
 
-    def _sizes(self, folder: str) -> dict[str, int]:
+    def _sizes(self, prefix: str, after: str, limit: int | None) -> dict[str, int]:
         import obstore
         from obstore.exceptions import BaseError, PermissionDeniedError
 
         root = self._storage.spec["path"]
+        offset = f"{root}{after}" if after else None
+        pages = obstore.list(self._store, f"{root}{prefix}", offset=offset)
         try:
             return {
                 one["path"].removeprefix(root): one["size"]
-                for page in obstore.list(self._store, f"{root}{folder}")
-                for one in page
+                for one in islice(chain.from_iterable(pages), limit)
             }
         except BaseError as e:
             is_denied = isinstance(e, PermissionDeniedError)
             raise (denied_error if is_denied else failure_error)(
-                self._storage, folder, str(e).partition("\n")[0]
+                self._storage, prefix, str(e).partition("\n")[0]
             ) from e
 
     async def _delete(self, path: str, generation: Generation) -> bool:
@@ -283,19 +292,23 @@ class GcsLists:
         bucket = await run_in_daemon_thread(make_bucket, storage)
         return cls(storage, bucket, storage.spec["path"])
 
-    async def names(self, prefix: str, *, after: str = "") -> list[str]:
-        """Returns all paths that begin with a prefix, ascending; see ``sizes``."""
-        return [*await self.sizes(prefix, after=after)]
+    async def names(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> list[str]:
+        """Returns the paths that begin with a prefix, ascending; see ``sizes``."""
+        return [*await self.sizes(prefix, after=after, limit=limit)]
 
-    async def sizes(self, prefix: str, *, after: str = "") -> dict[str, int]:
-        """Returns the bytes of all objects by path, ascending.
+    async def sizes(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> dict[str, int]:
+        """Returns the bytes of all objects by path, ascending, or of the first ones.
 
         Raises:
             StorageDeniedError: The storage rejects the credentials or denies the list.
             StorageUnavailableError: A page cannot be read.
         """
         found: dict[str, int] = {}
-        last, pages = "", self._pages(prefix, after)
+        last, pages = "", self._pages(prefix, after, limit)
         with translate_errors(self._storage, prefix):
             # GCS orders names by their UTF-8, which is the order of Python's str.
             while page := await self._page(pages, prefix):

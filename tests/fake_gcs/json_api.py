@@ -182,9 +182,13 @@ class JsonApi:
         document: dict[str, object] = {"kind": "storage#objects"}
         # empty fields are omitted, as in the real storage
         if page.names:
-            document["items"] = [
+            shown = _shown_fields(query.get("fields", ""))
+            documents = (
                 object_document(request.origin, bucket, name, found[name])
                 for name in page.names
+            )
+            document["items"] = [
+                {key: each[key] for key in shown or each} for each in documents
             ]
         if page.groups:
             document["prefixes"] = page.groups
@@ -286,6 +290,12 @@ def _source(bucket: Bucket, asked: Mapping[str, Any]) -> StoredObject:
         Conditions(generation=None if wanted is None else int(wanted)),
         generation=None if generation is None else int(generation),
     )
+
+
+def _shown_fields(fields: str) -> list[str]:
+    """Returns the fields of the items that a list requests; empty: all."""
+    found = re.search(r"\bitems\(([\w,]+)\)", fields)
+    return found[1].split(",") if found else []
 
 
 def _page_size(request: Request) -> int:

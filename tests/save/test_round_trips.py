@@ -82,10 +82,12 @@ class MeetingBucket(TensorStoreBucket):
         await self._meeting(path)
         await super().write_new(path, parts)
 
-    async def list(self, prefix: str, *, after: str = "") -> list[str]:
+    async def list(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> list[str]:
         await self._meeting(prefix)
         self.reads.append(prefix)
-        return await super().list(prefix, after=after)
+        return await super().list(prefix, after=after, limit=limit)
 
 
 UPLOAD = name_of(RUN, 1)

@@ -207,6 +207,8 @@ class BucketTests:
         assert ["a/3"] == await bucket.list("a/", after="a/2.y")
         assert [] == await bucket.list("a/", after="a/3")
         assert ["a/1", "a/2"] == (await bucket.list("a/", after="a"))[:2]
+        assert ["a/1", "a/2"] == (await bucket.list("a/", limit=2))[:2]
+        assert ["a/3"] == await bucket.list("a/", after="a/2.x", limit=2)
 
     @pytest.mark.slow
     async def test_a_list_of_thousands_is_whole(
@@ -220,6 +222,10 @@ class BucketTests:
         assert places == await bucket.list("n/")
         assert dict.fromkeys(places, 0) == await bucket.sizes("n/")
         assert places[1500:] == await bucket.list("n/", after=places[1499])
+        assert (
+            places[1500:2600]
+            == (await bucket.list("n/", after=places[1499], limit=1100))[:1100]
+        )
         assert places[1000:2000] == await bucket.list("n/01")
         await bucket.delete_below("n/01")
         assert places[:1000] + places[2000:] == await bucket.list("n/")

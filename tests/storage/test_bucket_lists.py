@@ -1,6 +1,7 @@
 """Lists of a bucket read many records concurrently, as each small read takes a round
 trip."""
 
+import asyncio
 from collections.abc import Iterator
 from itertools import islice
 
@@ -8,8 +9,10 @@ import pytest
 
 import storesvc_client as store
 from benchmarks.catalogue import LARGE, records
-from tests.conftest import gcs_root
+from storesvc.storage.object_bucket import TensorStoreBucket
+from tests.conftest import gcs_root, s3_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs
+from tests.fake_s3 import FakeS3
 from tests.support.gcs_calls import BUCKET, GcsCalls
 
 CHECKPOINTS = 300
@@ -67,3 +70,19 @@ def test_a_short_list_reads_one_page(run: store.Run, far: FakeGcs) -> None:
     assert [CHECKPOINTS - 1, CHECKPOINTS - 2, CHECKPOINTS - 3] == newest
     assert reads(far) < 110
     assert 1 == lists(far)
+
+
+@pytest.mark.parametrize("storage", ["gcs", "s3"])
+async def test_a_list_from_a_path_on_sends_one_request_for_the_names_that_it_needs(
+    gcs: FakeGcs, s3: FakeS3, storage: str
+) -> None:
+    emulator, root = {"gcs": (gcs, gcs_root()), "s3": (s3, s3_root(s3))}[storage]
+    bucket = await TensorStoreBucket.open(root)
+    places = [f"n/{number:04d}" for number in range(1200)]
+    await asyncio.gather(*(bucket.write(place, b"") for place in places))
+    emulator.clear()
+
+    assert places[100:110] == await bucket.list("n/", after=places[99], limit=10)
+    assert places[:10] == await bucket.list("n/", limit=10)
+    assert places[1100:] == await bucket.list("n/", after=places[1099])
+    assert 3 == len(emulator.log)

@@ -253,8 +253,11 @@ class FaultyBucket(TensorStoreBucket):
         delete = super().delete_below(prefix)
         await self.calls.make("delete_below", prefix, delete, changes=True)
 
-    async def list(self, prefix: str, *, after: str = "") -> list[str]:
-        return await self.calls.make("list", prefix, super().list(prefix, after=after))
+    async def list(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> list[str]:
+        listing = super().list(prefix, after=after, limit=limit)
+        return await self.calls.make("list", prefix, listing)
 
     async def write_all(self, objects: Mapping[str, Sequence[Buffer]]) -> None:
         if not self.has_files:

@@ -132,11 +132,13 @@ class ShuffledBucket(Bucket):
         for place in await self.list(prefix):
             await self.delete(place)
 
-    async def list(self, prefix: str, *, after: str = "") -> list[str]:
+    async def list(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> list[str]:
         await self._others()
         places = [p for p in self._world.stored if p.startswith(prefix) and p > after]
         await self._others()
-        return sorted(places)
+        return sorted(places)[:limit]
 
     async def _others(self) -> None:
         """Yields to other tasks, and advances the clock."""

@@ -552,9 +552,10 @@ OnDamage: TypeAlias = Callable[[DataLossError], object] | None
 """Called for each row that cannot be read because its record is corrupt; None raises
 the error and ends the list."""
 
-FOLLOWING: Final = 1000
+FOLLOWING: Final = 990
 """Page size after the first page: the first is small so that its rows arrive soon; the
-others are large because each may start with a list request to the storage."""
+others are large because each starts with a list request to the storage, and a little
+below the 1000 names of its responses, so that it is one."""
 
 _REASON: Final = "CORRUPT_DATA"
 

@@ -1,0 +1,112 @@
+"""Lists objects that are named by numbers: the slots of a run, a namespace's journal.
+
+A bucket lists names in ascending order, a page per request, and the newest object is
+the last one. So no list begins at the first name if a number near the end is known, and
+where none is, the last page is searched: the distance to the next probe doubles until a
+probe finds nothing, and is then halved. That takes some 2 log2(pages) requests.
+
+>>> slots = NumberedObjects(bucket, places.checkpoints, places.checkpoint)
+>>> (await slots.list_end(after=120_000)).numbers
+[120500, 121000]
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from storesvc.format.layout import parse_number
+from storesvc.storage.bucket import Bucket
+
+PAGE: Final = 1000
+"""Names in one response of a bucket."""
+
+MAX_NUMBER: Final = 10**20 - 1
+"""The highest number of 20 digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The numbers that exist from a first one on."""
+
+    first: int
+    numbers: list[int]
+    """Ascending."""
+    end: str | None = None
+    """Path up to which they are complete; None: there are no more."""
+
+    @property
+    def stride(self) -> int:
+        """Mean distance of two numbers, rounded up; 0: unknown."""
+        gaps = len(self.numbers) - 1
+        return -(-(self.numbers[-1] - self.numbers[0]) // gaps) if gaps > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedObjects:
+    """The objects below a prefix that are named by numbers of 20 digits."""
+
+    bucket: Bucket
+    prefix: str
+    path: Callable[[int], str]
+    """Returns the path of a number."""
+
+    async def list(self, *, after: int = -1, limit: int | None = None) -> Span:
+        """Returns the numbers after a given one; at least as many as a limit if there
+        are more.
+
+        Args:
+            after: The number; -1 returns them from the first one.
+            limit: Number of them that the caller needs; None: a page.
+        """
+        start = self.path(after) if after >= 0 else ""
+        return await self._list(after + 1, start, PAGE if limit is None else limit)
+
+    async def list_between(
+        self, first: int, stop: int, *, limit: int | None = None
+    ) -> Span:
+        """Returns all numbers from one on and below another one.
+
+        Args:
+            first: The lowest number.
+            stop: The number after the highest one.
+            limit: Number of them that the caller expects; None: a page.
+        """
+        page = await self.list(after=first - 1, limit=limit)
+        numbers = page.numbers
+        while page.end is not None and page.end < self.path(stop - 1):
+            page = await self._list(first, page.end, PAGE)
+            numbers += page.numbers
+        return Span(first, [number for number in numbers if number < stop])
+
+    async def list_end(self, *, after: int = -1) -> Span:
+        """Returns the last numbers, of those after a given one: one page, or a part of
+        it; none only if none exists."""
+        low, high, step = await self.list(after=after), MAX_NUMBER, 0
+        while low.end is not None:
+            # 1. Upwards until a probe finds nothing, then by halves. The last pages
+            #    one after another.
+            last = low.numbers[-1] if low.numbers else MAX_NUMBER
+            size = last - low.first + 1
+            step = max(2 * step, 2 * size) if high == MAX_NUMBER else (high - last) // 2
+            if step < size or last + step >= MAX_NUMBER:
+                page = await self._list(last + 1, low.end, PAGE)
+                if not page.numbers and page.end is None:
+                    break
+            else:
+                page = await self.list(after=last + step)
+                if not page.numbers and page.end is None:
+                    high = last + step
+                    continue
+            low = page if page.numbers else Span(low.first, low.numbers, page.end)
+        return Span(low.first, low.numbers)
+
+    async def _list(self, first: int, start: str, limit: int) -> Span:
+        """Returns the numbers of the paths after a given one."""
+        found = await self.bucket.list(self.prefix, after=start, limit=limit)
+        numbers = [n for path in found if (n := self._parse(path)) is not None]
+        # A storage that does not list in pages returns more than the limit: all.
+        return Span(first, numbers, found[-1] if len(found) == limit else None)
+
+    def _parse(self, path: str) -> int | None:
+        name = path.removeprefix(self.prefix)
+        return None if "/" in name else parse_number(name)

@@ -1,0 +1,23 @@
+"""A bucket in memory that lists in pages, as one on the network."""
+
+from storesvc.catalog import numbered
+from storesvc.storage.object_bucket import TensorStoreBucket
+
+
+class PagedBucket(TensorStoreBucket):
+    """Counts the requests that the calls of its lists would send, and their names."""
+
+    lists = 0
+    names = 0
+
+    async def list(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> list[str]:
+        found = (await super().list(prefix, after=after))[:limit]
+        self.lists += max(1, -(-len(found) // numbered.PAGE))
+        self.names += len(found)
+        return found
+
+    def clear(self) -> None:
+        """Counts from here on."""
+        self.lists = self.names = 0

@@ -423,8 +423,9 @@ class Uploads:
         if plan.table is None:
             if values_differ or plan.tree_digest != record.tree_digest:
                 raise PlanMismatchError(
-                    f"{name}, writer {writer}: the digests of the save plan are not "
-                    "those of writer 0; send the leaf table, to learn where they differ"
+                    f"{name}, writer {writer}: the digests of the save plan differ "
+                    "from the ones that writer 0 sent; send the leaf table, to learn "
+                    "where"
                 )
             return record
         if plan.tree_digest != record.tree_digest:

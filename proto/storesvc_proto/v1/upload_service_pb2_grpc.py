@@ -134,7 +134,7 @@ class UploadServiceServicer(object):
         be equal: only one of them writes the leaf, so a different value would be lost.
 
         A writer SHOULD first send `open` with the digests of both and nothing else, which
-        suffices if they are those of writer 0; otherwise, the call is rejected with
+        suffices if writer 0 sent the same; otherwise, the call is rejected with
         `PLAN_MISMATCH`, and the writer sends all, in which a leaf that differs is found.
 
         Idempotent: changes nothing. Deadline: 60 s, also enforced by the server.

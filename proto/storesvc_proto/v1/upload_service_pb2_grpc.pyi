@@ -363,7 +363,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     be equal: only one of them writes the leaf, so a different value would be lost.
 
     A writer SHOULD first send `open` with the digests of both and nothing else, which
-    suffices if they are those of writer 0; otherwise, the call is rejected with
+    suffices if writer 0 sent the same; otherwise, the call is rejected with
     `PLAN_MISMATCH`, and the writer sends all, in which a leaf that differs is found.
 
     Idempotent: changes nothing. Deadline: 60 s, also enforced by the server.
@@ -624,7 +624,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         be equal: only one of them writes the leaf, so a different value would be lost.
 
         A writer SHOULD first send `open` with the digests of both and nothing else, which
-        suffices if they are those of writer 0; otherwise, the call is rejected with
+        suffices if writer 0 sent the same; otherwise, the call is rejected with
         `PLAN_MISMATCH`, and the writer sends all, in which a leaf that differs is found.
 
         Idempotent: changes nothing. Deadline: 60 s, also enforced by the server.

@@ -23,11 +23,20 @@ from benchmarks.speed.rounds import OUTPUT, PLACES, SETTINGS
 from benchmarks.speed.tables import bars_table
 from benchmarks.speed.works import LOCAL
 
-FLOORS: Final = ("memcpy", "memcpy-new", "files", "sums", "grpc-files")
+FLOORS: Final = (
+    *("memcpy", "memcpy-new", "files", "sums", "sums-threads", "grpc-files"),
+)
 CONTENDERS: Final = (*FLOORS, *LOCAL, "orbax", "orbax-raw")
 DEFAULT: Final = (
-    *("memcpy", "memcpy-new", "sums", "grpc-files", "embedded"),
-    *("embedded-none", "embedded-none-new", "direct-none", "streamed-none", "orbax"),
+    *("memcpy", "memcpy-new", "sums", "sums-threads", "grpc-files"),
+    *(
+        "embedded",
+        "embedded-none",
+        "embedded-none-new",
+        "direct-none",
+        "streamed-none",
+        "orbax",
+    ),
 )
 TLS: Final = {"grpc-files": "grpc-files-tls", "streamed-none": "streamed-none-tls"}
 """Contenders that have a variant with TLS."""

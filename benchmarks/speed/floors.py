@@ -54,16 +54,15 @@ class RawFiles:
         sync(self._directory)
 
     def restore(self, step: int, target: Target) -> Any:
-        found = []
-        for path in sorted(self._directory.glob(f"{step}-*")):
-            size = path.stat().st_size
-            buffer = np.empty(size, np.uint8)
-            with path.open("rb", buffering=0) as file:
-                at = 0
-                while at < size:
-                    at += self._read(file, _bytes_of(buffer)[at:])
-            found.append(buffer)
-        return found
+        return list(map(self._read_whole, sorted(self._directory.glob(f"{step}-*"))))
+
+    def _read_whole(self, path: Path) -> "NDArray[np.uint8]":
+        size = path.stat().st_size
+        buffer, at = np.empty(size, np.uint8), 0
+        with path.open("rb", buffering=0) as file:
+            while at < size:
+                at += self._read(file, _bytes_of(buffer)[at:])
+        return buffer
 
     def remove(self, *steps: int) -> None:
         """Removes steps."""
@@ -94,6 +93,36 @@ class SummedFiles(RawFiles):
         size = super()._read(file, into[:PIECE_BYTES])
         crc32c(into[:size])
         return size
+
+
+class SummedByThreads(SummedFiles):
+    """The floor of a store that checks and uses all cores: a file for each of them."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._threads = ThreadPoolExecutor(os.cpu_count())
+
+    def save(self, step: int, state: State) -> None:
+        shards, count = list(_shards(state)), os.cpu_count() or 1
+        shares = _shares(shards, -(-sum(map(len, shards)) // count))
+        steps = (f"{step}-{number}" for number in range(count))
+        list(self._threads.map(self._write_share, steps, shares))
+        sync(self._directory)
+
+    def _write_share(self, name: str, pieces: list[memoryview]) -> None:
+        file = (self._directory / name).open("wb", buffering=0)
+        for piece in pieces:
+            data = piece
+            while data:
+                data = data[self._write(file, data) :]
+        _close(file)
+
+    def restore(self, step: int, target: Target) -> Any:
+        paths = sorted(self._directory.glob(f"{step}-*"))
+        return list(self._threads.map(self._read_whole, paths))
+
+    def close(self) -> None:
+        self._threads.shutdown()
 
 
 class RawGrpc:
@@ -306,6 +335,7 @@ FLOORS: Final[Mapping[str, Maker]] = {
     "memcpy-new": NewMemory,
     "files": RawFiles,
     "sums": SummedFiles,
+    "sums-threads": SummedByThreads,
     "grpc": RawGrpc,
     "grpc-files": GrpcFiles,
     "grpc-files-tls": GrpcFilesTls,

@@ -137,7 +137,7 @@ _GROWTH: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a process has seen of a run; never relied on, only where lists begin."""
+    """A memory of a run: it decides where lists begin, and nothing else."""
 
     step: int | None = None
     """The newest checkpoint."""

@@ -22,7 +22,7 @@ SERIES: Final[Mapping[str, tuple[Callable[[Sizes], works.Rows], Sizes, Sizes]]] 
     "steps": (works.use_many_steps, (10, 100, 1000, 3000, 10_000), (30, 300)),
     "retention": (works.retain_after_commit, (10, 1000, 10_000), ()),
     "runs": (works.collect_many_runs, (10, 100, 1000), (10, 30)),
-    "files": (works.collect_many_files, (10_000, 100_000, 1_000_000), ()),
+    "files": (works.collect_many_files, (10_000, 100_000, 300_000), ()),
     "leaves": (works.join_with_many_leaves, (100, 1000, 10_000), (100, 1000)),
     "outage": (works.meet_an_outage, (5, 60), ()),
 }

@@ -2,8 +2,10 @@
 
 Its log has lines of text, or one JSON object for each record. Records of a call have
 its id, as have the audit log, spans, trailers and errors. Its metrics are served over
-HTTP, for Prometheus. That port has no authentication and serves no data of the store:
-names of runs appear only if the operator lists them.
+HTTP, for Prometheus, next to the probes of Kubernetes: ``/healthz`` fails if the loop
+of the server is blocked, ``/readyz`` also before it serves and once it drains. Neither
+asks the storage, which no new server would repair. That port has no authentication and
+serves no data of the store: names of runs appear only if the operator lists them.
 """
 
 import asyncio
@@ -15,12 +17,12 @@ import signal
 import socket
 import stat
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import storesvc
@@ -121,6 +123,12 @@ def _call_fields() -> dict[str, str]:
 REQUEST_SECONDS: Final = 10.0
 """Maximum time between two parts of a request."""
 
+LOOP_SECONDS: Final = 5.0
+"""Time within which the loop of a healthy server runs a callback."""
+
+_UNREADY: Final = "503 Service Unavailable"
+_WsgiApp: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsPort:
@@ -144,13 +152,17 @@ class MetricsPort:
 
 @asynccontextmanager
 async def serve_metrics(
-    port: MetricsPort | None, *, certificate: Path | None
+    port: MetricsPort | None,
+    *,
+    certificate: Path | None,
+    is_ready: Callable[[], bool],
 ) -> AsyncIterator[int | None]:
-    """Serves metrics while the context lasts; yields the bound port.
+    """Serves metrics and probes while the context lasts; yields the bound port.
 
     Args:
         port: The address; None: nothing is served or counted.
         certificate: TLS certificate whose expiry is a metric; None: there is none.
+        is_ready: Returns whether the server accepts calls; called in its loop.
 
     Raises:
         InvalidFieldError: The address cannot be bound.
@@ -158,7 +170,11 @@ async def serve_metrics(
     if port is None:
         yield None
         return
-    from prometheus_client import disable_created_metrics, start_http_server
+    from prometheus_client import (
+        disable_created_metrics,
+        make_wsgi_app,
+        start_http_server,
+    )
 
     from storesvc.telemetry.prometheus import Metrics
 
@@ -176,6 +192,8 @@ async def serve_metrics(
         ) from e
     # or the thread and the descriptor of a silent connection would stay
     server.RequestHandlerClass.timeout = REQUEST_SECONDS  # type: ignore[attr-defined]
+    loop, app = asyncio.get_running_loop(), make_wsgi_app(metrics.registry)
+    server.set_app(_add_probes(app, loop, is_ready))
     subscribe(metrics)
     try:
         yield server.server_port
@@ -184,6 +202,32 @@ async def serve_metrics(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _add_probes(
+    metrics: _WsgiApp, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
+) -> _WsgiApp:
+    """Returns an application of the metrics and, under their paths, the probes."""
+
+    async def look() -> bool:
+        return is_ready()
+
+    def answer(
+        environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path not in ("/healthz", "/readyz"):
+            return metrics(environ, start_response)
+        try:
+            ready = asyncio.run_coroutine_threadsafe(look(), loop).result(LOOP_SECONDS)
+            is_well = ready or path == "/healthz"
+            status, text = ("200 OK", "ok") if is_well else (_UNREADY, "does not serve")
+        except TimeoutError:
+            status, text = _UNREADY, f"the loop is blocked for {LOOP_SECONDS:g} s"
+        start_response(status, [("Content-Type", "text/plain")])
+        return [f"{text}\n".encode()]
+
+    return answer
 
 
 def _read_expiry(certificate: Path) -> Callable[[], float] | None:
@@ -383,6 +427,10 @@ def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
 
 async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    serves = asyncio.Event()
+
+    def is_ready() -> bool:
+        return serves.is_set() and not stop.is_set()
 
     def end() -> None:
         _end_in_any_case()
@@ -404,7 +452,9 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
     certificate = serving.tls.certificate if serving.tls else None
     async with (
-        serve_metrics(serving.metrics, certificate=certificate) as metrics_port,
+        serve_metrics(
+            serving.metrics, certificate=certificate, is_ready=is_ready
+        ) as metrics_port,
         send_spans(serving.otlp_endpoint),
         record_audit(security, serving.audit) as security,
         running(
@@ -418,6 +468,7 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         ) as served,
     ):
         # 2. Report the address only now: calls are accepted.
+        serves.set()
         ready(replace(serving, port=served.port))
         if serving.metrics and metrics_port:
             _log.info("metrics at http://%s:%d", serving.metrics.host, metrics_port)

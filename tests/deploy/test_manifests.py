@@ -17,6 +17,7 @@ from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save.batches import BATCH_BYTES
 from storesvc.save.receiver import MAX_BATCHES
 from storesvc.server.app import DRAIN_SECONDS, NOTICE_SECONDS
+from storesvc.server.process import LOOP_SECONDS
 from storesvc.storage.location import storage_at
 from tests.deploy.manifests import (
     DEPLOY,
@@ -200,10 +201,54 @@ def test_the_guide_shows_every_object_that_is_applied() -> None:
 @each_overlay
 def test_storectl_takes_what_pods_run_it_with(overlay: list[Object]) -> None:
     check_line(["serve", *arguments_of(overlay)])
-    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        program, *words = container_of(overlay)[name]["exec"]["command"]
-        assert "storectl" == program
-        check_line(words)
+
+
+@each_overlay
+def test_probes_ask_the_server_and_start_no_program(overlay: list[Object]) -> None:
+    container = container_of(overlay)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+
+    paths = {
+        name: container[name]["httpGet"]["path"]
+        for name in ("startupProbe", "readinessProbe", "livenessProbe")
+    }
+    asked = {container[name]["httpGet"]["port"] for name in paths}
+
+    assert {"metrics"} == asked
+    assert f"--metrics-port={ports['metrics']}" in arguments_of(overlay)
+    assert ["/readyz", "/readyz", "/healthz"] == [*paths.values()]
+    # longer than the server waits for its loop
+    assert all(container[name]["timeoutSeconds"] > LOOP_SECONDS for name in paths)
+
+
+@each_overlay
+def test_a_rollout_does_not_spread_around_the_pods_that_it_replaces(
+    overlay: list[Object],
+) -> None:
+    spread = server_of(overlay)["spec"]["template"]["spec"]["topologySpreadConstraints"]
+
+    assert [["pod-template-hash"]] * 2 == [each["matchLabelKeys"] for each in spread]
+
+
+def test_the_autoscaler_by_queues_has_the_metrics_of_the_adapter() -> None:
+    (scaler,) = read(DEPLOY / "examples" / "autoscaler.yaml")
+    (base,) = read(DEPLOY / "kubernetes" / "base" / "autoscaler.yaml")
+    (adapter,) = read(DEPLOY / "prometheus" / "adapter.yaml")
+    rules = adapter["rules"]["custom"]
+    wanted = {
+        each["pods"]["metric"]["name"]
+        for each in scaler["spec"]["metrics"]
+        if each["type"] == "Pods"
+    }
+    known = (ROOT / "docs" / "metrics.md").read_text()
+
+    assert base["spec"]["scaleTargetRef"] == scaler["spec"]["scaleTargetRef"]
+    assert wanted == {rule["name"]["as"] for rule in rules}
+    for rule in rules:
+        name = re.match(r"\w+", rule["seriesQuery"])
+        assert name
+        assert name[0] in rule["metricsQuery"]
+        assert f"`{name[0].removesuffix('_sum')}`" in known
 
 
 @each_overlay

@@ -1,10 +1,14 @@
 """A scrape of a server agrees with the reports of its clients."""
 
+import asyncio
 import math
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc.server import process
 from storesvc.telemetry.prometheus import Metrics
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -268,6 +273,53 @@ def test_the_port_of_metrics_serves_http_only_there(served: ServerProcess) -> No
         client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         assert b"HTML" in client.recv(100)
     assert isinstance(scrape(served), Samples)
+
+
+def probe(url: str) -> tuple[int, str]:
+    """Returns the status and the text of a probe."""
+    try:
+        with urllib.request.urlopen(url, timeout=20) as response:
+            return response.status, response.read().decode().strip()
+    except urllib.error.HTTPError as e:
+        return e.code, e.read().decode().strip()
+
+
+PROBES = ("/healthz", "/readyz")
+
+
+def test_the_port_of_metrics_answers_probes(served: ServerProcess) -> None:
+    port = url_of(served).removesuffix("/metrics")
+
+    assert [(200, "ok")] * 2 == [probe(port + path) for path in PROBES]
+
+
+@asynccontextmanager
+async def probes(*, is_ready: bool) -> AsyncIterator[Callable[[], list[Any]]]:
+    """Yields a function that asks both probes of a server in this process."""
+    metrics = process.serve_metrics(
+        process.MetricsPort(port=0), certificate=None, is_ready=lambda: is_ready
+    )
+    async with metrics as port:
+        urls = [f"http://127.0.0.1:{port}{path}" for path in PROBES]
+        yield lambda: [probe(url) for url in urls]
+
+
+async def test_a_server_that_drains_is_alive_and_not_ready() -> None:
+    async with probes(is_ready=False) as ask:
+        found = await asyncio.to_thread(ask)
+
+    assert [(200, "ok"), (503, "does not serve")] == found
+
+
+async def test_a_loop_that_is_blocked_fails_both_probes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "LOOP_SECONDS", 0.2)
+
+    async with probes(is_ready=True) as ask:
+        found = ask()  # blocks the loop
+
+    assert [503, 503] == [status for status, _ in found]
 
 
 @pytest.mark.slow

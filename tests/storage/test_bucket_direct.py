@@ -20,13 +20,13 @@ import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Hedging, Limits
-from storesvc_client._chunks import memory
+from storesvc_client import _session
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore import sources
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct as data_files
-from storesvc_client._storage.bucket import HedgedCall, Responses
+from storesvc_client._storage.bucket import BucketRoot, HedgedCall, Responses
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
 from tests.storage.freed_calls import assert_calls_freed
@@ -273,21 +273,15 @@ def test_bytes_in_flight_are_bounded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("snapshot", "limit", "most"),
-    [("host", "IN_FLIGHT_BYTES", 13 * MIB), ("none", "OBJECT_THREADS", 2)],
-)
+@pytest.mark.parametrize("snapshot", ["host", "none"])
 def test_the_objects_of_a_save_in_flight_are_bounded(
     direct: store.Client,
     gcs: FakeGcs,
     monkeypatch: pytest.MonkeyPatch,
     snapshot: Literal["none", "host"],
-    limit: str,
-    most: int,
 ) -> None:
-    """A save that copies nothing needs no memory, so only their number is."""
     monkeypatch.setattr(data_files, "OBJECT_BYTES", 4 * MIB)
-    monkeypatch.setattr(data_files, limit, most)
+    monkeypatch.setattr(data_files, "OBJECT_THREADS", 2)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(12)}  # an object each
     run = direct.run(f"tests/in-flight-{snapshot}")
     gcs.clear()
@@ -365,33 +359,68 @@ def log_nothing(seconds: float, now: float) -> None:
     """For calls that are not late."""
 
 
-@pytest.mark.parametrize(("snapshot", "most"), [("none", 0), ("host", 8)])
-def test_a_save_copies_nothing_or_uses_the_memory_of_its_objects_again(
+@pytest.mark.parametrize("snapshot", ["none", "host"])
+def test_a_save_needs_no_memory_for_its_objects(
     direct: store.Client,
     monkeypatch: pytest.MonkeyPatch,
     snapshot: Literal["none", "host"],
-    most: int,
 ) -> None:
-    monkeypatch.setattr(data_files, "OBJECT_BYTES", 4 * MIB)
-    monkeypatch.setattr(data_files, "IN_FLIGHT_BYTES", 20 * MIB)
-    mapped: list[int] = []
-    new = memory._map_memory
+    """They refer to the memory of the caller, or to the staging memory."""
+    largest: list[int] = []
+    write = BucketRoot.write
 
-    def counted(size_bytes: int) -> Any:
-        mapped.append(size_bytes)
-        return new(size_bytes)
+    def copied(self: BucketRoot, path: str, data: Any, **options: Any) -> None:
+        largest.append(max(len(p) for p in data if isinstance(p, bytearray)))
+        write(self, path, data, **options)
 
-    monkeypatch.setattr(memory, "_map_memory", counted)
-    tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}  # an object each
-    gc.collect()
-    gc.disable()
-    try:
-        direct.run(f"tests/reused-{snapshot}").save(0, tree, snapshot=snapshot).result()
-    finally:
-        gc.enable()
+    monkeypatch.setattr(BucketRoot, "write", copied)
+    tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(8)}
 
-    # Two or three objects at a time; with new memory for each, 16.
-    assert len(mapped) <= most
+    direct.run(f"tests/referred-{snapshot}").save(0, tree, snapshot=snapshot).result()
+
+    assert largest
+    assert max(largest) < 1024  # checksums
+
+
+@pytest.mark.slow
+def test_a_save_ends_although_its_objects_may_hold_all_of_its_staging_memory(
+    served: tuple[ServerProcess, str], gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_session, "MIN_BUDGET_BYTES", MIB)
+    monkeypatch.setattr(data_files, "object_bytes", lambda *sizes: sum(sizes))
+    tree = {f"{n:02}": drawn(1024, 1024, seed=n) for n in range(16)}
+    server, root = served
+    with store.connect(server.address, direct=root, staging_bytes=20 * MIB) as client:
+        run = client.run("tests/starved")
+        gcs.clear()
+
+        run.save(0, tree, snapshot="host").result()
+
+        assert 3 < len(of_data(gcs, "PUT")) <= 16
+        back = run.restore(0)
+    assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
+
+
+@pytest.mark.parametrize(
+    ("save_bytes", "own_bytes", "expected"),
+    [
+        (64 * MIB, 64 * MIB, 8 * MIB),
+        (4 << 30, 4 << 30, 64 * MIB),
+        (1 << 40, 1 << 30, 128 * MIB),  # 1,024 processes
+        (1 << 40, 128 * MIB, 16 * MIB),
+        (1 << 40, 1 << 40, 128 * MIB),
+    ],
+)
+def test_objects_grow_with_the_save(
+    save_bytes: int, own_bytes: int, expected: int
+) -> None:
+    assert expected == data_files.object_bytes(save_bytes, own_bytes, 4 << 30)
+
+
+def test_objects_that_are_assembled_have_half_of_the_staging_memory() -> None:
+    budget = 1 << 30
+    size = data_files.object_bytes(1 << 40, 1 << 40, budget)
+    assert size * data_files.FILE_THREADS <= budget // 2
 
 
 def test_the_slowest_data_file_is_logged(direct: store.Client) -> None:

@@ -135,11 +135,6 @@ class FilledSlab:
     """Called when lent memory is no longer read; None if its owner keeps it."""
 
     @property
-    def is_kept(self) -> bool:
-        """True if its memory stays unchanged until the save has ended."""
-        return self.buffer is None and self.returned is None
-
-    @property
     def wanted_bytes(self) -> int:
         """Stored size of the wanted chunks, in bytes."""
         return sum(size + CHECKSUM_BYTES for _, _, size in self._wanted_rows())

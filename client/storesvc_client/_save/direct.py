@@ -9,12 +9,13 @@ that it knows a chunk that a power cut cannot take away:
 3. Queue its chunk table, which then goes to the server.
 
 In a directory, parts are written to a file as they come. A bucket writes an object as a
-whole, so each object is first assembled: it refers to memory of the caller that stays
-unchanged until the save has ended, and has a copy of the rest, whose slabs return to
-the staging pool before the upload of the object starts.
+whole, so each object is first assembled: it refers to its slabs, which return to the
+staging pool once it is stored, and has a copy of small parts. So objects need little
+memory of their own, whatever their size, which grows with the save.
 """
 
 import errno
+import math
 import os
 import threading
 import uuid
@@ -22,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
@@ -40,10 +40,15 @@ from storesvc.format.chunks import (
 )
 from storesvc.storage import rooted_files
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.memory import BlockPool, Bytes
-from storesvc_client._chunks.slabs import PIECE_BYTES, FilledSlab, SumsInProgress
+from storesvc_client._chunks.slabs import (
+    PIECE_BYTES,
+    SLAB_BYTES,
+    FilledSlab,
+    Slab,
+    SumsInProgress,
+)
 from storesvc_client._rpc.retry import clear_variables
-from storesvc_client._save.snapshot import SlabQueue, WantedSlabs
+from storesvc_client._save.snapshot import SlabQueue, StarvedError, WantedSlabs
 from storesvc_client._storage.bucket import POLL_SECONDS, BucketRoot
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client.errors import (
@@ -87,8 +92,15 @@ class Pool(Protocol):
         """Number of files to write at a time."""
 
     @property
-    def file_bytes(self) -> int:
-        """File size at which the next file starts."""
+    def refers(self) -> bool:
+        """True if a file refers to the memory of its parts until ``create`` exits."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no file is on its way whose slabs will be given back."""
+
+    def is_full(self, file: Any) -> bool:
+        """Returns whether a file has the size at which the next one starts."""
 
     def begin(self) -> AbstractContextManager[None]:
         """Returns a context for one file; it waits until the file may begin.
@@ -110,26 +122,18 @@ class Pool(Protocol):
             StoppedError: The save has stopped.
         """
 
-    def append(self, file: Any, parts: Sequence[memoryview], *, is_kept: bool) -> None:
-        """Appends parts to a file.
-
-        Args:
-            file: The file, from ``create``.
-            parts: The parts.
-            is_kept: True if their memory stays unchanged until the save has ended.
-        """
-
 
 class FilePool:
     """Creates data files in a directory."""
 
     threads = FILE_THREADS
+    refers = False
+    is_idle = True
 
     def __init__(self, root: Path, pool: str) -> None:
         """Creates a pool below a root, whose data files begin with `pool`."""
         self._root = root
         self._pool = pool
-        self.file_bytes = FILE_BYTES
 
     def begin(self) -> AbstractContextManager[None]:
         """See ``Pool.begin``; files are written part by part, and need no memory."""
@@ -148,10 +152,9 @@ class FilePool:
         except OSError as e:
             raise _translate_error(e, self._root / self._pool) from e
 
-    def append(self, file: Any, parts: Sequence[memoryview], *, is_kept: bool) -> None:
-        """See ``Pool.append``."""
-        del is_kept
-        file.append(parts)
+    def is_full(self, file: Any) -> bool:
+        """See ``Pool.is_full``."""
+        return bool(file.size_bytes >= FILE_BYTES)
 
 
 def _translate_error(e: OSError, pool: Path) -> StoreError:
@@ -179,12 +182,21 @@ def _translate_error(e: OSError, pool: Path) -> StoreError:
 
 
 OBJECT_BYTES: Final = 8 << 20
-"""Object size at which the next object starts: its transfer at 50 MB/s takes six times
+"""Least size at which the next object starts: its transfer at 50 MB/s takes six times
 as long as a round trip of 30 ms, and a connection is not faster than that."""
 
+MAX_OBJECT_BYTES: Final = 128 << 20
+"""Largest such size: each object costs a request, of which one in 64 is little, and a
+failed one is sent again as a whole."""
+
+OBJECTS_A_SAVE: Final = 64
+"""Objects of a save from which they grow with it."""
+
+OBJECTS_A_PROCESS: Final = 8
+"""Objects into which a process cuts its part at least, to use several connections."""
+
 OBJECT_THREADS: Final = 64
-"""Maximum objects in flight. Their memory allows fewer, unless they refer to memory of
-the caller."""
+"""Maximum objects in flight; staging memory that they refer to may allow fewer."""
 
 REFERRED_BYTES: Final = 64 << 10
 """Size from which a part of an object is referred to: a request takes longer with many
@@ -197,41 +209,39 @@ COPIED_IN_FLIGHT_BYTES: Final = 120 << 20
 """The same where TensorStore writes them, which copies each of them twice more."""
 
 
-class _ReferringObject:
-    """An object that refers to memory that stays, and copies the rest into memory that
-    is used again once no request refers to it."""
+def object_bytes(save_bytes: int, own_bytes: int, budget_bytes: int) -> int:
+    """Returns the size at which the next object of a save starts.
 
-    def __init__(self, take: Callable[[], Bytes]) -> None:
-        """Creates an empty object; `take` returns memory for as many bytes as it may
-        have."""
-        self._take = take
-        self._memory: memoryview | None = None
-        self._used_bytes = 0
-        """Bytes of that memory that are in use."""
+    Args:
+        save_bytes: Stored bytes of the whole save.
+        own_bytes: The part of them that this process stores.
+        budget_bytes: Memory limit of the slabs that the objects refer to. Those that
+            are assembled at a time have half of it, so that others are in flight.
+    """
+    size = min(
+        save_bytes // OBJECTS_A_SAVE,
+        own_bytes // OBJECTS_A_PROCESS,
+        budget_bytes // (2 * FILE_THREADS),
+        MAX_OBJECT_BYTES,
+    )
+    return max(size, OBJECT_BYTES)
+
+
+class _ReferringObject:
+    """An object that refers to memory that stays unchanged until it is sent, and copies
+    small parts."""
+
+    def __init__(self) -> None:
         self._parts: list[Buffer] = []
         self._few = bytearray()
-        """Small parts between two large ones that are referred to."""
+        """Small parts between two large ones."""
         self.size_bytes = 0
         """Bytes appended so far."""
         self.copied_bytes = 0
         """The part of these bytes that is in memory of the object itself."""
 
     def append(self, parts: Sequence[memoryview]) -> None:
-        """Appends a copy of each part."""
-        self._end_few()
-        if self._memory is None:
-            self._memory = self._take().data
-        start = self._used_bytes
-        for part in parts:
-            end = self._used_bytes + len(part)
-            self._memory[self._used_bytes : end] = part
-            self._used_bytes = end
-        self._parts.append(self._memory[start : self._used_bytes])
-        self.size_bytes += self._used_bytes - start
-        self.copied_bytes += self._used_bytes - start
-
-    def refer(self, parts: Sequence[memoryview]) -> None:
-        """Appends parts whose memory stays unchanged until the save has ended."""
+        """Appends parts."""
         for part in parts:
             self.size_bytes += len(part)
             if len(part) < REFERRED_BYTES:
@@ -269,8 +279,6 @@ class _GrowingObject:
         for part in parts:
             self.size_bytes += self._data.write(part)
 
-    refer = append
-
     def data(self) -> Sequence[Buffer]:
         """See ``_ReferringObject``."""
         return [self._data.getvalue()]
@@ -302,13 +310,26 @@ class _InFlightBudget:
             self._taken[threading.get_ident()] = size_bytes
             self._assembling.add(threading.get_ident())
 
-    def keep(self, size_bytes: int) -> None:
+    def send(self, size_bytes: int) -> None:
         """Ends the assembly of this thread's object, and gives back what it has taken
         beyond some bytes."""
         with self._changed:
             self._taken[threading.get_ident()] = size_bytes
             self._assembling.discard(threading.get_ident())
             self._changed.notify_all()
+
+    def end(self) -> None:
+        """Gives back what this thread's object has taken."""
+        with self._changed:
+            self._taken.pop(threading.get_ident(), None)
+            self._assembling.discard(threading.get_ident())
+            self._changed.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no object is being sent."""
+        with self._changed:
+            return len(self._taken) == len(self._assembling)
 
     def _is_free(self, size_bytes: int) -> bool:
         if len(self._assembling) >= FILE_THREADS:
@@ -325,6 +346,8 @@ class BucketPool:
         root: BucketRoot,
         pool: str,
         stopped: threading.Event,
+        *,
+        file_bytes: int,
         largest_slab_bytes: int,
     ) -> None:
         """Creates a pool below a root, whose data files begin with `pool`; `stopped` is
@@ -333,12 +356,14 @@ class BucketPool:
         self._root = root
         self._pool = pool
         self._stopped = stopped
-        limit = COPIED_IN_FLIGHT_BYTES if root.copies_writes else IN_FLIGHT_BYTES
+        self.refers = not root.copies_writes
+        limit = IN_FLIGHT_BYTES if self.refers else COPIED_IN_FLIGHT_BYTES
         self._budget = _InFlightBudget(limit)
-        self._memory = None if root.copies_writes else BlockPool(limit)
-        self.file_bytes = OBJECT_BYTES
+        # A write takes a whole object: where it is copied, the memory for it bounds it.
+        self.file_bytes = file_bytes if self.refers else OBJECT_BYTES
         # An object ends with the slab that brings it to its size.
-        self._most_bytes = self.file_bytes + largest_slab_bytes
+        last = SLAB_BYTES if self.refers else largest_slab_bytes
+        self._most_bytes = OBJECT_BYTES + last
 
     @contextmanager
     def begin(self) -> Generator[None]:
@@ -347,17 +372,15 @@ class BucketPool:
         try:
             yield
         finally:
-            self._budget.keep(0)
+            self._budget.end()
 
     @contextmanager
     def create(self, name: str) -> Generator[NewFile]:
         """See ``Pool.create``."""
-        new: _ReferringObject | _GrowingObject = _GrowingObject()
-        if self._memory is not None:
-            new = _ReferringObject(partial(self._memory.take, self._most_bytes))
+        new = _ReferringObject() if self.refers else _GrowingObject()
         yield new
         data = new.data()
-        self._budget.keep(new.copied_bytes)
+        self._budget.send(new.copied_bytes)
         # Only after a normal exit. Readers see the whole object or none, and it is
         # durable when the storage has acknowledged it.
         self._root.write(
@@ -367,12 +390,16 @@ class BucketPool:
             check=self._check,
         )
 
-    def append(self, file: Any, parts: Sequence[memoryview], *, is_kept: bool) -> None:
-        """See ``Pool.append``."""
-        if is_kept:
-            file.refer(parts)
-        else:
-            file.append(parts)
+    def is_full(self, file: Any) -> bool:
+        """See ``Pool.is_full``."""
+        # Copies are bounded, whatever the size.
+        has_copied = self.refers and file.copied_bytes >= OBJECT_BYTES
+        return bool(has_copied or file.size_bytes >= self.file_bytes)
+
+    @property
+    def is_idle(self) -> bool:
+        """See ``Pool.is_idle``."""
+        return self._budget.is_idle
 
     def _check(self) -> None:
         if self._stopped.is_set():
@@ -392,11 +419,12 @@ class DirectWriter:
         sums: SumsInProgress,
         meter: Meter,
         *,
-        slab_count: int,
-        largest_slab_bytes: int,
+        slabs: Sequence[Slab],
+        save_bytes: int,
     ) -> None:
-        """Creates a writer; entering its context starts the threads. Names of the data
-        files begin with `pool` in the run, then with `prefix` in this upload."""
+        """Creates a writer of slabs, for a save of `save_bytes`; entering its context
+        starts the threads. Names of the data files begin with `pool` in the run, then
+        with `prefix` in this upload."""
         self._meter = meter
         self._prefix = prefix
         self._slab_queue = slab_queue
@@ -404,13 +432,22 @@ class DirectWriter:
         self._sums = sums
         self._placed = _PlacedChunks(is_merged=not isinstance(root, Path))
         self._stopped = threading.Event()
+        sizes = [slab.stored_bytes for slab in slabs]
         self._pool: Pool = (
             FilePool(root, pool)
             if isinstance(root, Path)
-            else BucketPool(root, pool, self._stopped, largest_slab_bytes)
+            else BucketPool(
+                root,
+                pool,
+                self._stopped,
+                file_bytes=object_bytes(
+                    save_bytes, sum(sizes), slab_queue.budget_bytes
+                ),
+                largest_slab_bytes=max(sizes, default=0),
+            )
         )
         # One thread for each slab is enough: a small save has a single one.
-        self._count = max(1, min(self._pool.threads, slab_count))
+        self._count = max(1, min(self._pool.threads, len(slabs)))
         self._threads = Threads(self._count + 1, "storesvc-place")
 
     def __enter__(self) -> Self:
@@ -461,9 +498,11 @@ class DirectWriter:
 
     def _write_file(self) -> bool:
         """Writes one data file; returns whether more may follow."""
-        filled = self._wanted.take()
+        filled, has_more = self._wanted.take(), True
         if filled is None:
             return False
+        held: list[FilledSlab] = []
+        """Slabs that the file refers to."""
         try:
             name = f"{self._prefix}{uuid.uuid4().hex}"
             rows: list[tuple[int, int, int]] = []
@@ -473,20 +512,23 @@ class DirectWriter:
                 ExitStack() as synced,
                 self._pool.create(name) as file,
             ):
-                while filled is not None and file.size_bytes < self._pool.file_bytes:
+                while filled is not None:
                     if self._stopped.is_set():
                         raise StoppedError  # removes the file
                     self._append(file, filled, rows)
-                    # before the sync: the snapshot may be waiting for memory
-                    self._slab_queue.give_back(filled)
+                    held.append(filled)
                     filled = None
-                    if file.size_bytes < self._pool.file_bytes:
-                        filled = self._wanted.take()
+                    if not self._pool.refers:
+                        # before the sync: the snapshot may be waiting for memory
+                        self._slab_queue.give_back(held.pop())
+                    if not self._pool.is_full(file):
+                        filled, has_more = self._take_next()
                 # exits after the file does, so that it times the file's sync
                 synced.enter_context(self._meter.phase("sync"))
         finally:
-            if filled is not None:
-                self._slab_queue.give_back(filled)
+            for one in [*held, filled]:
+                if one is not None:
+                    self._slab_queue.give_back(one)
         # 3. Publish the chunks, only now.
         rows.sort()
         places = ChunkLocations(
@@ -497,7 +539,23 @@ class DirectWriter:
         )
         ordinals = np.array([ordinal for ordinal, _, _ in rows], np.int64)
         self._placed.put(self._sums.result(ordinals), places)
-        return file.size_bytes >= self._pool.file_bytes
+        return has_more
+
+    def _take_next(self) -> tuple[FilledSlab | None, bool]:
+        """Waits for the next slab of a file that has some; returns it, or None if the
+        file ends before it, and whether more may follow."""
+        while True:
+            try:
+                filled = self._wanted.take(
+                    starved=-1 if self._pool.refers else math.inf
+                )
+            except StarvedError:
+                # The source may wait for the memory that this file refers to, and while
+                # no file is on its way, nothing else gives any back.
+                if self._pool.is_idle:
+                    return None, True
+            else:
+                return filled, filled is not None
 
     def _append(
         self, file: NewFile, filled: FilledSlab, rows: list[tuple[int, int, int]]
@@ -506,7 +564,7 @@ class DirectWriter:
 
         def write() -> None:
             with self._meter.phase("write"):
-                self._pool.append(file, parts, is_kept=filled.is_kept)
+                file.append(parts)
             self._meter.add(size)
 
         for ordinal, length, stored in filled.stored(self._sums, self._meter):

@@ -171,8 +171,7 @@ class Upload:
         self._tree = tree
         self._own = plan.own
         self._needs_like = plan.needs_like
-        self._slab_count = len(plan.slabs)
-        self._largest_slab_bytes = max((s.stored_bytes for s in plan.slabs), default=0)
+        self._slabs = plan.slabs
         self._slab_queue = slab_queue
         self._sums = SumsInProgress(tree.chunk_count)
         self._reused = np.zeros(tree.chunk_count, np.bool_)
@@ -475,8 +474,8 @@ class Upload:
             wanted,
             self._sums,
             self._meter,
-            slab_count=self._slab_count,
-            largest_slab_bytes=self._largest_slab_bytes,
+            slabs=self._slabs,
+            save_bytes=int(self._tree.stored_lengths.sum()),
         ) as writer:
             streams.send_tables(writer.take)
 

@@ -23,6 +23,11 @@ def digest(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def hash_name(name: str) -> int:
+    """Returns the XXH3-64 of a name, by which sets of names are compared."""
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
 class Hasher:
     """Computes the digest of data that arrives in pieces."""
 

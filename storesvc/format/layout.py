@@ -36,6 +36,10 @@ _OWNED: Final = re.compile(
     r"(?:manifests|files|uploads|staging|trees|pool)/([0-9a-f]{32})(?=[-./])"
 )
 
+_RANGE: Final = re.compile(
+    r"(?:pool/[0-9a-f]{32}/|staging/[0-9a-f]{32}/|uploads/[0-9a-f]{32}/writers/)"
+)
+
 _POOLED: Final = re.compile(r"data/[^/]+/[^/]+/pool/(?:([0-9a-f]{32})/)?")
 
 
@@ -165,6 +169,12 @@ class RunPaths:
         one, and for data files of the first release."""
         found = _OWNED.match(path.removeprefix(self.root))
         return found[1] if found else None
+
+    def parse_range(self, path: str) -> str | None:
+        """Returns the prefix of an upload's data files, staging tables or receipts that
+        a path begins with; None: it is of none of these, which may be many."""
+        found = _RANGE.match(path, len(self.root))
+        return path[: found.end()] if found and path.startswith(self.root) else None
 
     def tree(self, upload: str, digest: bytes) -> str:
         """Returns the path of an upload's leaf table with that digest."""

@@ -26,10 +26,12 @@ and slot is deleted on the condition that it is unchanged since it was judged.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final
+
+import numpy as np
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
@@ -49,12 +51,23 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, TagName
 from storesvc.gc import mark
 from storesvc.gc.expiry import Expirations, Expiry, History, LeaseExpiry
-from storesvc.gc.mark import Fate, Marks, RunState, State
-from storesvc.gc.run_state import RunReader, run_contents
+from storesvc.gc.mark import Fate, Marks, Naming, RunState, State
+from storesvc.gc.run_state import (
+    FileTables,
+    Hashes,
+    RunReader,
+    is_named,
+    run_contents,
+)
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import RetentionEnforcer
-from storesvc.storage.bucket import Bucket, Generation, PreconditionError
+from storesvc.storage.bucket import (
+    Bucket,
+    Generation,
+    PreconditionError,
+    list_pages,
+)
 from storesvc.storage.requests import gather_each
 from storesvc.telemetry.events import (
     RetentionApplied,
@@ -73,6 +86,12 @@ class Garbage:
     """The garbage that was found in a run."""
 
     marks: Marks
+    ranges: int
+    """Number of objects below ``marks.ranges``."""
+    partial: "Mapping[str, Partial]"
+    """The prefixes of ``marks.partial`` with garbage."""
+    is_cut: bool
+    """True if data files are left to look at in the next pass."""
     holds: Mapping[str, Generation]
     """Paths of expired holds, with the generations read."""
     tags: Mapping[str, Generation]
@@ -87,7 +106,26 @@ class Garbage:
             self.holds,
             self.tags,
         )
-        return sum(map(len, kinds))
+        partial = sum(one.garbage for one in self.partial.values())
+        return sum(map(len, kinds)) + self.ranges + partial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Data files of an upload of which some are garbage."""
+
+    garbage: int
+    """Number of these."""
+    named: Hashes
+    """Hashes of the files that are kept."""
+
+
+_LOOKED_AT: Final = 2_000_000
+"""Maximum data files of uploads of which some may be garbage that are looked at at a
+time."""
+
+_KEPT_NAMES: Final = 4_000_000
+"""Maximum names that the garbage of a pass is found by."""
 
 
 class GarbageFinder:
@@ -106,7 +144,7 @@ class GarbageFinder:
     ) -> None:
         self._bucket = bucket
         self._catalog = catalog
-        self._reader = reader
+        self._tables = FileTables(reader)
         self._leases = leases
         self._references = references
         self._observations = observations
@@ -151,14 +189,8 @@ class GarbageFinder:
                 "is collected"
             )
         past_retries = self._past_retries(state, known)
-        named: set[str] = set()
         tables = mark.tables(state, known, past_grace=past_grace)
-        found = await gather_each(self._reader.file_table, tables)
-        for (place, must_be), table in zip(tables.items(), found, strict=True):
-            if table is not None:
-                named.update(table.file)
-            elif must_be:
-                raise _without_table(state, known, place)
+        named = await self._read_tables(state, known, tables)
         marks = await asyncio.to_thread(
             mark.mark,
             state,
@@ -168,12 +200,90 @@ class GarbageFinder:
             named=named,
         )
         run = state.places.name
+        partial, is_cut = await self._look(state, known, marks.partial, named, tables)
         self._forget(state)
         return Garbage(
             marks=marks,
+            ranges=sum(state.ranges[prefix].number for prefix in marks.ranges),
+            partial=partial,
+            is_cut=is_cut,
             holds=await self._leases.holds(run, state),
             tags=await self._tags(run),
         )
+
+    async def _read_tables(
+        self, state: RunState, known: Mapping[str, Fate], tables: Mapping[str, bool]
+    ) -> Naming:
+        """Returns what file tables name."""
+        named, listed = Naming(state), set(state.listed)
+        sizes = dict.fromkeys(tables, 0)
+        for place, must_be in tables.items():
+            slot = known[state.places.parse_upload(place) or ""].slot
+            if must_be and slot is not None:
+                sizes[place] = slot.manifest_bytes
+        async for place, groups in self._tables.read_all(sizes):
+            # One that is remembered may have been removed since.
+            if groups is None or (
+                place not in listed and not await self._is_there(place)
+            ):
+                if tables[place]:
+                    raise _without_table(state, known, place)
+            else:
+                named.add(place, groups)
+        return named
+
+    async def _is_there(self, place: str) -> bool:
+        return await self._bucket.read(place) is not None
+
+    async def _look(
+        self,
+        state: RunState,
+        known: Mapping[str, Fate],
+        prefixes: Sequence[str],
+        named: Naming,
+        tables: Mapping[str, bool],
+    ) -> tuple[dict[str, Partial], bool]:
+        """Returns the garbage among data files of which some are named, by prefix, and
+        whether some are left for the next pass."""
+        found: dict[str, Partial] = {}
+        left, at_once, held = list(prefixes), list[str](), 0
+        while left:
+            at_once.append(left.pop())
+            size = sum(state.ranges[prefix].number for prefix in at_once)
+            if left and size < _LOOKED_AT:
+                continue
+            kept = await self._keep(state, known, at_once, named, tables)
+            for prefix in at_once:
+                count = 0
+                async for page in list_pages(self._bucket, prefix):
+                    count += len(select_garbage(state.places, page, kept[prefix]))
+                if count:
+                    found[prefix] = Partial(garbage=count, named=kept[prefix])
+                    held += len(kept[prefix])
+            at_once = []
+            if held > _KEPT_NAMES:
+                break
+        return found, bool(left)
+
+    async def _keep(
+        self,
+        state: RunState,
+        known: Mapping[str, Fate],
+        prefixes: Sequence[str],
+        named: Naming,
+        tables: Mapping[str, bool],
+    ) -> dict[str, Hashes]:
+        """Returns the hashes of the data files that are named, by prefix."""
+        kept = {prefix: np.empty(0, np.uint64) for prefix in prefixes}
+        uploads = {state.places.parse_upload(p) or "": p for p in prefixes}
+        for place in dict.fromkeys(t for u in uploads for t in named.tables[u]):
+            hashes = await self._tables.read_hashes(place)
+            if hashes is None and tables[place]:
+                raise _without_table(state, known, place)
+            for upload in uploads.keys() & (hashes or {}).keys():
+                prefix = uploads[upload]
+                kept[prefix] = np.union1d(kept[prefix], (hashes or {})[upload])
+        return kept
 
     def past_grace(self, state: RunState, grace: timedelta) -> set[str]:
         """Returns the uploads that ended longer than a grace period ago.
@@ -248,6 +358,12 @@ class GarbageFinder:
         self._observations.forget(state.places.root, but=there)
 
 
+def select_garbage(places: RunPaths, listed: Sequence[str], named: Hashes) -> list[str]:
+    """Returns the paths of data files that are not named."""
+    keep = is_named([path.removeprefix(places.pool) for path in listed], named)
+    return [path for path, kept in zip(listed, keep, strict=True) if not kept]
+
+
 def _without_table(
     state: RunState, known: Mapping[str, Fate], table: str
 ) -> CorruptDataError:
@@ -280,12 +396,27 @@ class Sweeper:
     ) -> AsyncGenerator[int, None]:
         """Deletes garbage; yields the number of objects deleted so far."""
         count, marks = 0, garbage.marks
+        # 1. Tables before data files: a pass that is cut off in between leaves files
+        #    that the next list shows, and no table that names missing files.
+        for at in range(0, len(marks.garbage), _PROGRESS_DELETES):
+            part = marks.garbage[at : at + _PROGRESS_DELETES]
+            await gather_each(self._delete_object, part)
+            count += len(part)
+            yield count
+        nothing = np.empty(0, np.uint64)
+        ranges = dict.fromkeys(marks.ranges, nothing)
+        ranges |= {prefix: one.named for prefix, one in garbage.partial.items()}
+        for prefix, named in ranges.items():
+            # What appeared below it since the list is garbage, too: see ``mark``.
+            async for page in list_pages(self._bucket, prefix):
+                doomed = select_garbage(state.places, page, named)
+                for at in range(0, len(doomed), _PROGRESS_DELETES):
+                    part = doomed[at : at + _PROGRESS_DELETES]
+                    await gather_each(self._delete_object, part)
+                    count += len(part)
+                    yield count
         prefixes = [p for gone in marks.gone for p in state.places.list_prefixes(gone)]
         for delete, places in (
-            # 1. Tables before data files (``mark`` sorts them): a pass that is cut off
-            #    in between leaves files that the next list shows, and no table that
-            #    names missing files.
-            (self._delete_object, marks.garbage),
             # 2. Before the records: the next pass knows of these uploads only by them.
             (self._delete_below, prefixes),
             # 3. After all objects: without its record an upload that left objects
@@ -414,6 +545,8 @@ class Progress:
             "it; restore the record of its step, or delete that"
             for upload in kept
         ]
+        if garbage.is_cut:
+            reasons.append("there is more than one pass deletes; collect again")
         return replace(self, garbage_objects=len(garbage), postponed="; ".join(reasons))
 
 

@@ -52,16 +52,17 @@ Saves, commits and deletions do not disturb this. Only a purge, an abort or a ta
 between the two reads of its slot requires another read.
 """
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from functools import cached_property
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.catalog.slots import CHECKPOINTS, FREE, SlotState, slot_state
+from storesvc.format.checksums import hash_name
 from storesvc.format.layout import RunPaths
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -105,13 +106,71 @@ class Fate:
     """Time of the state or later, by the clock of the process that recorded it."""
 
 
+class Names(NamedTuple):
+    """A set of data files. Two that are equal have, but for collisions of hashes, the
+    same names; a collision keeps garbage, and deletes nothing."""
+
+    number: int
+    total: int
+    """Sum of the hashes of the names, relative to the pool, modulo 2**64."""
+
+
+def sum_hashes(hashes: Iterable[int]) -> int:
+    """Returns ``Names.total``."""
+    return sum(hashes) % 2**64
+
+
+class Listing:
+    """The list of a run's objects, page by page.
+
+    An upload may have many data files, staging tables and receipts, so of these only
+    one entry is kept for each upload: its memory is that of the uploads.
+    """
+
+    def __init__(self, places: RunPaths) -> None:
+        self._places = places
+        self.listed: list[str] = []
+        """Paths of all other objects."""
+        self._ranges: dict[str, Names] = {}
+
+    @property
+    def ranges(self) -> Mapping[str, Names]:
+        """The data files, staging tables and receipts of uploads, by prefix."""
+        return self._ranges
+
+    def add(self, page: Iterable[str]) -> None:
+        """Adds the next paths, in ascending order."""
+        prefix, count, total = "\0", 0, 0
+        at = len(self._places.pool)
+        for path in page:
+            if not path.startswith(prefix):
+                self._end(prefix, count, total)
+                prefix, count, total = self._places.parse_range(path) or "\0", 0, 0
+            if prefix == "\0":
+                self.listed.append(path)
+            else:
+                count += 1
+                if path.startswith(self._places.pool):
+                    total += hash_name(path[at:])
+        self._end(prefix, count, total)
+
+    def _end(self, prefix: str, count: int, total: int) -> None:
+        if count:
+            before = self._ranges.get(prefix, Names(0, 0))
+            both = sum_hashes((before.total, total))
+            self._ranges[prefix] = Names(before.number + count, both)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The state of a run, as it was read."""
 
     places: RunPaths
     listed: Sequence[str]
-    """Paths of all objects, listed before the slots were read."""
+    """Paths of all objects outside ``ranges``, listed before the slots were read."""
+    ranges: Mapping[str, Names]
+    """The data files, staging tables and receipts of uploads, by prefix, from the same
+    list."""
     slots: Mapping[int, pb.CheckpointRecord]
     """All slots by step. `mark` requires that two reads of them agreed."""
     records: Mapping[str, pb.UploadRecord]
@@ -119,12 +178,21 @@ class RunState:
 
     @cached_property
     def objects(self) -> Mapping[str, Sequence[str]]:
-        """The listed objects by the upload whose id their path contains."""
-        found: dict[str, list[str]] = {}
+        """The objects of ``listed`` by the upload whose id their path contains; also
+        uploads with nothing but ranges."""
+        found: dict[str, list[str]] = {upload: [] for upload in self.upload_ranges}
         for place in self.listed:
             upload = self.places.parse_upload(place)
             if upload is not None:
                 found.setdefault(upload, []).append(place)
+        return found
+
+    @cached_property
+    def upload_ranges(self) -> Mapping[str, Sequence[str]]:
+        """The prefixes of ``ranges`` by upload."""
+        found: dict[str, list[str]] = {}
+        for prefix in self.ranges:
+            found.setdefault(self.places.parse_upload(prefix) or "", []).append(prefix)
         return found
 
     @cached_property
@@ -146,7 +214,12 @@ class Marks:
     """Objects that may be deleted, in the order of the fields, and waiting uploads."""
 
     garbage: Sequence[str]
-    """Objects of uploads; those that refer to data files before the data files."""
+    """Objects of uploads outside ranges, such as file tables."""
+    ranges: Sequence[str]
+    """Prefixes below which everything may be deleted, those in the pool last."""
+    partial: Sequence[str]
+    """Prefixes of data files of which file tables name some: the others, if there are
+    any, may be deleted."""
     gone: Sequence[str]
     """Uploads without a listed object after this pass. Whatever remains of them below
     ``RunPaths.list_prefixes`` is deleted before their records."""
@@ -264,7 +337,7 @@ def mark(
     *,
     past_grace: Container[str],
     past_retries: Container[str],
-    named: Collection[str],
+    named: "Naming",
 ) -> Marks:
     """Returns what may be deleted.
 
@@ -273,15 +346,13 @@ def mark(
         known: The fates of its uploads.
         past_grace: Uploads that ended longer than a grace period ago.
         past_retries: Uploads whose record is no longer needed for repeated requests.
-        named: Data files, relative to the pool, that the file tables of ``tables``
-            name.
+        named: Data files that the file tables of ``tables`` name.
     """
     view = _View(
         state=state,
         past_grace=past_grace,
         past_retries=past_retries,
         named=named,
-        sharing={file.partition("/")[0] for file in named},
         predecessors={
             state.records[upload].predecessor
             for upload, fate in known.items()
@@ -291,16 +362,41 @@ def mark(
         recorded=_recorded_steps(state),
     )
     ends = [_find_garbage(view, upload, fate) for upload, fate in known.items()]
-    garbage = [place for end in ends for place in end.garbage]
+    ranges = [prefix for end in ends for prefix in end.ranges]
     # The objects in the pool last: a file table that is found never names a data file
     # that was deleted before it.
     return Marks(
-        garbage=sorted(garbage, key=lambda p: p.startswith(state.places.pool)),
+        garbage=[place for end in ends for place in end.garbage],
+        ranges=sorted(ranges, key=lambda p: p.startswith(state.places.pool)),
+        partial=[end.partial for end in ends if end.partial],
         gone=[end.upload for end in ends if end.is_gone],
         records=[state.places.upload(end.upload) for end in ends if end.ends_record],
         free_steps=sorted(e.free_step for e in ends if e.free_step is not None),
         waiting=[end.upload for end in ends if end.is_waiting],
     )
+
+
+class Naming:
+    """The data files that file tables name, by the upload that wrote them."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self.tables: dict[str, list[str]] = {}
+        """For each upload, the tables that name some of its files."""
+        self._whole: set[str] = set()
+
+    def add(self, table: str, groups: Mapping[str, Names]) -> None:
+        """Adds a table with the files that it names, by upload."""
+        places = self._state.places
+        for upload, names in groups.items():
+            self.tables.setdefault(upload, []).append(table)
+            prefix = f"{places.pool}{places.data_prefix(upload)}"
+            if self._state.ranges.get(prefix) == names:
+                self._whole.add(upload)
+
+    def is_whole(self, upload: str) -> bool:
+        """Returns whether one table names all the listed files of an upload."""
+        return upload in self._whole
 
 
 def moment(stamp: Timestamp) -> datetime | None:
@@ -380,9 +476,7 @@ class _View:
     state: RunState
     past_grace: Container[str]
     past_retries: Container[str]
-    named: Container[str]
-    sharing: Container[str]
-    """Uploads with a data file that a file table names."""
+    named: Naming
     predecessors: Container[str]
     """Uploads that live ones took over from."""
     listed: Container[str]
@@ -396,6 +490,8 @@ class _UploadGarbage:
 
     upload: str
     garbage: Sequence[str] = ()
+    ranges: Sequence[str] = ()
+    partial: str = ""
     is_gone: bool = False
     ends_record: bool = False
     free_step: int | None = None
@@ -412,18 +508,21 @@ def _find_garbage(view: _View, upload: str, fate: Fate) -> _UploadGarbage:
     record = places.upload(upload)
     written = [p for p in view.state.objects.get(upload, ()) if p != record]
     # 2. An object is unused if neither the upload nor a file table needs it (rule 5).
-    unused = [
-        place
-        for place in written
-        if _is_unused(places, place, fate)
-        and place.removeprefix(places.pool) not in view.named
-    ]
+    unused = [place for place in written if _is_unused(places, place, fate)]
+    ranges = view.state.upload_ranges.get(upload, ())
+    unused_ranges = [p for p in ranges if _is_unused(places, p, fate)]
+    partial, is_shared = "", upload in view.named.tables
+    data_files = f"{places.pool}{places.data_prefix(upload)}"
+    if is_shared and data_files in unused_ranges:
+        unused_ranges.remove(data_files)
+        partial = "" if view.named.is_whole(upload) else data_files
     # 3. A reader without a hold may still use it (rule 4).
     if has_ended and upload not in view.past_grace:
-        return _UploadGarbage(upload=upload, is_waiting=bool(unused))
+        is_waiting = bool(unused or unused_ranges)
+        return _UploadGarbage(upload=upload, is_waiting=is_waiting)
     # 4. The record goes last (rule 6). A file may have been claimed since the list: it
     #    is named by a file table, but not listed.
-    is_empty = has_ended and len(unused) == len(written) and upload not in view.sharing
+    is_empty = has_ended and len(unused) == len(written) and not is_shared
     has_record, is_answered = record in view.listed, upload in view.past_retries
     ends_record = has_record and is_answered and (is_empty or fate.state is State.KEPT)
     # 5. The FREE slot goes after all uploads of its step (rule 6).
@@ -432,11 +531,13 @@ def _find_garbage(view: _View, upload: str, fate: Fate) -> _UploadGarbage:
         free_step = fate.slot.step
     # 6. Unlisted objects go with the last listed one (rule 7).
     is_last = ends_record or (
-        not has_record and (bool(written) or free_step is not None)
+        not has_record and (bool(written or ranges) or free_step is not None)
     )
     return _UploadGarbage(
         upload=upload,
         garbage=unused,
+        ranges=unused_ranges,
+        partial=partial,
         is_gone=is_empty and is_last,
         ends_record=ends_record,
         free_step=free_step,

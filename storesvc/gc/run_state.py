@@ -12,27 +12,35 @@ that wrote the file exists, because later ones use subsets of its bytes. It is t
 if two checkpoints use different parts of a file whose own checkpoint was purged.
 """
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
+import numpy as np
+from cachetools import LRUCache
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import damage_error, read_record
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING, fault
 from storesvc.errors import ConflictError, CorruptDataError
-from storesvc.format.checksums import digest
+from storesvc.format.checksums import digest, hash_name
 from storesvc.format.layout import RunPaths, parse_data_file
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
-from storesvc.gc.mark import RunState, agree, uploads_needing_records
-from storesvc.storage.bucket import Bucket, Generation
+from storesvc.gc import mark
+from storesvc.gc.mark import Names, RunState, agree, uploads_needing_records
+from storesvc.storage.bucket import Bucket, Generation, list_pages
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import gather_each
 from storesvc.telemetry.events import RunContents
 from storesvc_proto.v1 import bucket_pb2 as pb
+
+Hashes: TypeAlias = NDArray[np.uint64]
 
 _TRIES: Final = 10
 """Maximum reads of all slots, while some are freed or taken over."""
@@ -78,8 +86,12 @@ class RunReader:
         # The list before the slots and the records: an upload writes its record first,
         # so each listed object is judged by the record and the slot that may need it.
         # In the other order a new upload's objects could be listed without either.
-        listed = await self._bucket.list(places.root)
-        return await self._describe_state(places, listed, _bare(await self.slots(run)))
+        listing = mark.Listing(places)
+        async for page in list_pages(self._bucket, places.root):
+            # In threads: a hundred thousand objects would block the event loop.
+            await asyncio.to_thread(listing.add, page)
+        slots = _bare(await self.slots(run))
+        return await self._describe_state(places, listing, slots)
 
     async def read_consistent(self, seen: RunState) -> RunState:
         """Returns the state of a run with slots that agree.
@@ -98,7 +110,7 @@ class RunReader:
             first, steps = await self._complete_read(run, first)
             second = _bare(await self._read_slots(run, steps))
             if agree(first, second):
-                return await self._describe_state(seen.places, seen.listed, second)
+                return await self._describe_state(seen.places, seen, second)
             first = second
         raise ConflictError(
             f"{run}: expected two consecutive reads of all slots to agree, but a slot "
@@ -159,7 +171,7 @@ class RunReader:
     async def _describe_state(
         self,
         places: RunPaths,
-        listed: Sequence[str],
+        seen: mark.Listing | RunState,
         slots: Mapping[int, pb.CheckpointRecord],
     ) -> RunState:
         """Returns the state that was read, with the upload records that it needs."""
@@ -172,7 +184,13 @@ class RunReader:
             if how:
                 place = places.checkpoint(step)
                 raise damage_error(place, how, of=f"{places.name}@{step}")
-        state = RunState(places=places, listed=listed, slots=slots, records={})
+        state = RunState(
+            places=places,
+            listed=seen.listed,
+            ranges=seen.ranges,
+            slots=slots,
+            records={},
+        )
         uploads = uploads_needing_records(state)
         found = await gather_each(
             lambda place: read_record(self._bucket, place, pb.UploadRecord),
@@ -180,6 +198,92 @@ class RunReader:
         )
         records = zip(uploads, found, strict=True)
         return replace(state, records={u: r[0] for u, r in records if r is not None})
+
+
+_KNOWN_GROUPS: Final = 50_000
+"""Maximum uploads in the summaries of file tables that are remembered."""
+
+_TABLE_BYTES: Final = 16 << 20
+"""Maximum bytes of the file tables that are read at a time, or a larger one."""
+
+
+class FileTables:
+    """Summaries of the file tables of a bucket. A table never changes, so each is read
+    once, as long as they are few enough."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._known: LRUCache[str, Mapping[str, Names]] = LRUCache(
+            _KNOWN_GROUPS, getsizeof=lambda groups: 1 + len(groups)
+        )
+
+    async def read_all(
+        self, tables: Mapping[str, int]
+    ) -> AsyncIterator[tuple[str, Mapping[str, Names] | None]]:
+        """Yields the files that each table names, by upload; None: it is missing.
+
+        Args:
+            tables: Their paths, with the most bytes that each has; 0: unknown.
+
+        Raises:
+            CorruptDataError: One is damaged.
+        """
+        batch, held = list[str](), 0
+        for place, known_bytes in tables.items():
+            known = self._known.get(place)
+            if known is not None:
+                yield place, known
+                continue
+            size_bytes = known_bytes or _TABLE_BYTES
+            if batch and held + size_bytes > _TABLE_BYTES:
+                for found in await gather_each(self._summarize, batch):
+                    yield found
+                batch, held = [], 0
+            batch.append(place)
+            held += size_bytes
+        for found in await gather_each(self._summarize, batch):
+            yield found
+
+    async def read_hashes(self, place: str) -> dict[str, Hashes] | None:
+        """Returns the hashes of the files that a table names, by upload, ascending;
+        None: it is missing.
+
+        Raises:
+            CorruptDataError: It is damaged.
+        """
+        table = await self._reader.file_table(place)
+        if table is None:
+            return None
+        return await asyncio.to_thread(hash_files, table.file)
+
+    async def _summarize(self, place: str) -> tuple[str, Mapping[str, Names] | None]:
+        hashes = await self.read_hashes(place)
+        if hashes is None:
+            return place, None
+        found = {upload: summarize(group) for upload, group in hashes.items()}
+        with suppress(ValueError):  # too large to be remembered
+            self._known[place] = found
+        return place, found
+
+
+def hash_files(files: Iterable[str]) -> dict[str, Hashes]:
+    """Returns the hashes of data files by the upload that wrote them, ascending."""
+    found: dict[str, list[int]] = {}
+    for file in files:
+        found.setdefault(file.partition("/")[0], []).append(hash_name(file))
+    return {upload: np.unique(np.array(h, np.uint64)) for upload, h in found.items()}
+
+
+def summarize(hashes: Hashes) -> Names:
+    """Returns the summary of a set of data files."""
+    return Names(len(hashes), mark.sum_hashes(hashes.tolist()))
+
+
+def is_named(files: Sequence[str], named: Hashes) -> NDArray[np.bool_]:
+    """Returns for each data file whether its hash is among ascending ones."""
+    hashes = np.array([hash_name(file) for file in files], np.uint64)
+    at = np.minimum(np.searchsorted(named, hashes), max(len(named) - 1, 0))
+    return named[at] == hashes if len(named) else np.zeros(len(files), np.bool_)
 
 
 def _bare(

@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import uuid
-from collections.abc import Awaitable, Generator
+from collections.abc import AsyncIterator, Awaitable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -123,6 +123,21 @@ class Bucket(Protocol):
             limit: Number of paths that the caller needs; None: all. If there are more,
                 a storage that lists in pages returns only as many; others return all.
         """
+
+
+NAMES_A_PAGE: Final = 1000
+"""Names in a page of a list; a bucket answers one such request with one page."""
+
+
+async def list_pages(bucket: Bucket, prefix: str) -> AsyncIterator[list[str]]:
+    """Yields the paths that begin with a prefix, which ends with "/", ascending, in
+    pages; those of a directory, whose files are large and few, in one."""
+    after = ""
+    while page := await bucket.list(prefix, after=after, limit=NAMES_A_PAGE):
+        yield page
+        if len(page) != NAMES_A_PAGE:
+            return
+        after = page[-1]
 
 
 async def check_conditions(bucket: Bucket, folder: str = layout.PROBES) -> None:

@@ -3,7 +3,7 @@ all that is not goes, once it is old."""
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from hypothesis import given
@@ -15,6 +15,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.gc import mark
 from storesvc.gc.mark import Marks, RunState, State
+from storesvc.gc.run_state import hash_files, summarize
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 PLACES = RunPaths(RunName("tests", "marking"))
@@ -35,15 +36,23 @@ class World:
     records: dict[str, pb.UploadRecord] = field(default_factory=dict)
     tables: dict[str, list[str]] = field(default_factory=dict)
     """Place of a file table, to its data files."""
+    named: set[str] = field(default_factory=set)
+    """The data files that the tables named when it was marked."""
 
     def state(self) -> RunState:
+        listing = mark.Listing(PLACES)
+        paths = sorted(self.listed)
+        listing.add(paths[: len(paths) // 2])
+        listing.add(paths[len(paths) // 2 :])
         bare = RunState(
-            places=PLACES, listed=sorted(self.listed), slots=self.slots, records={}
-        )
-        return RunState(
             places=PLACES,
-            listed=sorted(self.listed),
+            listed=listing.listed,
+            ranges=listing.ranges,
             slots=self.slots,
+            records={},
+        )
+        return replace(
+            bare,
             records={
                 upload: self.records[upload]
                 for upload in mark.uploads_needing_records(bare)
@@ -60,13 +69,31 @@ class World:
         state = self.state()
         known = mark.fates(state)
         tables = mark.tables(state, known, past_grace=past_grace)
-        named = {file for table in tables for file in self.tables.get(table, ())}
+        named = mark.Naming(state)
+        self.named = set()
+        for table in tables:
+            hashes = hash_files(self.tables.get(table, ()))
+            named.add(table, {u: summarize(group) for u, group in hashes.items()})
+            self.named |= {f"{PLACES.pool}{f}" for f in self.tables.get(table, ())}
         return mark.mark(
             state, known, past_grace=past_grace, past_retries=past_retries, named=named
         )
 
+    def garbage(self, marks: Marks) -> list[str]:
+        """Returns the objects that a pass deletes before the records, in order."""
+        found = list(marks.garbage)
+        for prefix in (*marks.ranges, *marks.partial):
+            below = sorted(p for p in self.listed if p.startswith(prefix))
+            keep = self.named if prefix in marks.partial else set()
+            found += [p for p in below if p not in keep]
+        return found
+
+    def all_of(self, marks: Marks) -> list[str]:
+        """Returns the objects that a pass deletes, in order."""
+        return [*self.garbage(marks), *marks.records]
+
     def sweep(self, marks: Marks) -> None:
-        self.listed -= {*marks.garbage, *marks.records}
+        self.listed -= set(self.all_of(marks))
         for step in marks.free_steps:
             self.listed.discard(PLACES.checkpoint(step))
             del self.slots[step]
@@ -208,15 +235,11 @@ def reachable(world: World) -> set[str]:
     return kept & world.listed
 
 
-def all_of(marks: Marks) -> set[str]:
-    return {*marks.garbage, *marks.records}
-
-
 @given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
 def test_nothing_reachable_is_garbage(world: World, past_grace: set[str]) -> None:
-    assert not all_of(
-        world.marks(past_grace=past_grace, past_retries=past_grace)
-    ) & reachable(world)
+    marks = world.marks(past_grace=past_grace, past_retries=past_grace)
+
+    assert not set(world.all_of(marks)) & reachable(world)
 
 
 @given(worlds())
@@ -243,7 +266,7 @@ def test_what_was_swept_leaves_nothing_more_to_sweep(
 
     again = world.marks(past_grace=past_grace, past_retries=past_grace)
 
-    assert ((), ()) == (tuple(again.garbage), tuple(again.records))
+    assert [] == world.all_of(again)
 
 
 @given(worlds(), st.data())
@@ -251,7 +274,7 @@ def test_a_sweep_that_is_cut_off_is_gone_on_with(
     world: World, data: st.DataObject
 ) -> None:
     marks = world.marks()
-    objects = [*marks.garbage, *marks.records]
+    objects = world.all_of(marks)
     cut = data.draw(st.integers(0, len(objects)))
     whole = world.listed - set(objects)
     kept = reachable(world)
@@ -271,13 +294,14 @@ def test_a_sweep_that_is_cut_off_is_gone_on_with(
 def test_another_checkpoint_makes_no_more_garbage_of_others(
     world: World, step: int
 ) -> None:
-    before = all_of(world.marks())
+    before = set(world.all_of(world.marks()))
     new = world.add_upload(50, pb.UploadRecord(step=step, epoch=1))
     world.store(new)
     files = [p for p in world.listed if p.startswith(PLACES.pool)]
     world.commit(new, files, slots.COMMITTED)
 
-    after = {p for p in all_of(world.marks()) if PLACES.parse_upload(p) != new}
+    marks = world.marks()
+    after = {p for p in world.all_of(marks) if PLACES.parse_upload(p) != new}
 
     assert after <= before
     assert not after & set(files)
@@ -285,7 +309,7 @@ def test_another_checkpoint_makes_no_more_garbage_of_others(
 
 @given(worlds())
 def test_what_carries_no_upload_is_never_garbage(world: World) -> None:
-    assert all(PLACES.parse_upload(place) for place in all_of(world.marks()))
+    assert all(PLACES.parse_upload(p) for p in world.all_of(world.marks()))
 
 
 @given(worlds())
@@ -294,7 +318,7 @@ def test_a_free_slot_goes_last(world: World) -> None:
     emptied = {world.slots[step].upload for step in marks.free_steps}
     steps = {record.step for record in world.records.values()}
 
-    left = world.listed - set(marks.garbage)
+    left = world.listed - set(world.garbage(marks))
     assert not emptied & {PLACES.parse_upload(place) for place in left}
     assert not steps & set(marks.free_steps)
 
@@ -331,11 +355,13 @@ def test_an_upload_that_has_begun_stays_until_its_slot_says_otherwise() -> None:
     world = World()
     begun = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
     assert State.BEGUN is mark.fates(world.state())[begun].state
-    assert set() == all_of(world.marks())
+    assert [] == world.all_of(world.marks())
 
     world.set_slot(slots.FREE, begun)
 
-    assert {PLACES.upload(begun), PLACES.tree(begun, b"tree")} == all_of(world.marks())
+    assert [PLACES.tree(begun, b"tree"), PLACES.upload(begun)] == world.all_of(
+        world.marks()
+    )
 
 
 def test_a_begun_upload_ends_with_the_commit_of_another() -> None:
@@ -398,8 +424,8 @@ def test_files_of_a_purged_checkpoint_stay_for_its_grace_period() -> None:
     world.set_slot(slots.FREE, first)
     world.set_slot(slots.FREE, second)  # purged now; the other one long ago
 
-    assert shared not in world.marks(past_grace=[first]).garbage
-    assert shared in world.marks(past_grace=[first, second]).garbage
+    assert shared not in world.garbage(world.marks(past_grace=[first]))
+    assert shared in world.garbage(world.marks(past_grace=[first, second]))
 
 
 def test_a_checkpoint_of_the_first_release_keeps_all_that_it_has() -> None:
@@ -415,7 +441,9 @@ def test_a_checkpoint_of_the_first_release_keeps_all_that_it_has() -> None:
 
     marks = world.marks(past_retries=[])
 
-    assert {PLACES.manifest(old, b"other"), PLACES.tree(old, b"tree")} == all_of(marks)
+    assert [PLACES.manifest(old, b"other"), PLACES.tree(old, b"tree")] == world.all_of(
+        marks
+    )
 
 
 def test_pointers_go_before_what_they_point_to() -> None:
@@ -425,7 +453,8 @@ def test_pointers_go_before_what_they_point_to() -> None:
     world.describe(upload, "bad", [world.file(upload, 0)])
     world.set_slot(slots.FREE, upload)
 
-    kinds = [bool(re.search("/pool/", place)) for place in world.marks().garbage]
+    garbage = world.garbage(world.marks())
+    kinds = [bool(re.search("/pool/", place)) for place in garbage]
 
     assert sorted(kinds) == kinds
 

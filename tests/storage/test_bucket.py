@@ -29,6 +29,7 @@ from storesvc.storage.bucket import (
     IF_ABSENT,
     Generation,
     PreconditionError,
+    list_pages,
     translate_errors,
 )
 from storesvc.storage.file_bucket import TICK_SECONDS
@@ -184,6 +185,7 @@ class BucketTests:
             await bucket.write(place, b"")
         assert ["a/1/x", "a/10", "a/2"] == await bucket.list("a/")
         assert [] == await bucket.list("c/")
+        assert [["a/1/x", "a/10", "a/2"]] == [p async for p in list_pages(bucket, "a/")]
         await bucket.delete_below("a/")
         assert [] == await bucket.list("a/")
         assert ["a.b", "ab"] == await bucket.list("a")
@@ -221,6 +223,8 @@ class BucketTests:
             )
         assert places == await bucket.list("n/")
         assert dict.fromkeys(places, 0) == await bucket.sizes("n/")
+        pages = [page async for page in list_pages(bucket, "n/")]
+        assert places == [path for page in pages for path in page]
         assert places[1500:] == await bucket.list("n/", after=places[1499])
         assert (
             places[1500:2600]

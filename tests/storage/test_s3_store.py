@@ -27,7 +27,7 @@ from storesvc.errors import (
 )
 from storesvc.storage import hedging
 from storesvc.storage import remote as s3_deletes
-from storesvc.storage.bucket import IF_ABSENT, PreconditionError
+from storesvc.storage.bucket import IF_ABSENT, PreconditionError, list_pages
 from storesvc.storage.hedging import Limits
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
@@ -154,6 +154,9 @@ async def test_a_list_with_a_failed_page_is_an_error(
         s3.fault("list-type", Status(code), after=after)
         with pytest.raises(StoreError):
             await call("a/")
+    s3.fault("list-type", Status(code), after=after)
+    with pytest.raises(StoreError):
+        _ = [page async for page in list_pages(bucket, "a/")]
     assert names == await bucket.list("a/")
 
 

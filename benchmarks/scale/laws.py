@@ -11,7 +11,8 @@ from typing import Final
 
 from benchmarks.scale import prices
 from benchmarks.speed.bars import Results
-from storesvc_client._save.direct import OBJECT_BYTES
+from storesvc_client._save.direct import object_bytes
+from storesvc_client._session import DEFAULT_STAGING_BYTES
 
 LEAST_SIZE: Final = 8
 """Sizes below show what one process does first, and no law."""
@@ -91,7 +92,9 @@ def fleet(results: Results, hosts: int) -> dict[str, float]:
         steps = at_size(points(results, "steps", f"collection: {name}"), held)
         return steps + max(0.0, slope(points(results, "files", name))) * held * files
 
-    files = hosts * math.ceil(prices.SAVE_BYTES / hosts / OBJECT_BYTES)
+    own_bytes = math.ceil(prices.SAVE_BYTES / hosts)
+    size = object_bytes(math.ceil(prices.SAVE_BYTES), own_bytes, DEFAULT_STAGING_BYTES)
+    files = hosts * math.ceil(own_bytes / size)
     held = prices.KEPT + prices.DELETED
     save_a, save_b = joint("A") + files - hosts, joint("B")  # a file of each is in A
     pass_a, pass_b = collect("A") + files / NAMES_PER_LIST, collect("B")

@@ -8,7 +8,7 @@ determines the order.
 import asyncio
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -139,9 +139,6 @@ class ShuffledBucket(Bucket):
         places = [p for p in self._world.stored if p.startswith(prefix) and p > after]
         await self._others()
         return sorted(places)[:limit]
-
-    async def pages(self, prefix: str) -> AsyncIterator[Sequence[str]]:
-        yield await self.list(prefix)
 
     async def _others(self) -> None:
         """Yields to other tasks, and advances the clock."""

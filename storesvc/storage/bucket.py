@@ -131,7 +131,7 @@ NAMES_A_PAGE: Final = 1000
 
 async def list_pages(bucket: Bucket, prefix: str) -> AsyncIterator[list[str]]:
     """Yields the paths that begin with a prefix, which ends with "/", ascending, in
-    pages; those of a directory, whose files are large and few, in one."""
+    pages; a directory, whose files are large and few, is one page."""
     after = ""
     while page := await bucket.list(prefix, after=after, limit=NAMES_A_PAGE):
         yield page

@@ -26,6 +26,7 @@ seen, and only if they are older than any clock error. So a lease that is renewe
 time never expires, and any other expires at the latest after its duration.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -76,6 +77,8 @@ class Observations:
 
     def __init__(self) -> None:
         self._leases: dict[str, _Observation] = {}
+        self._keys: list[str] = []
+        """Keys of ``_leases``, in order."""
 
     def is_over(
         self,
@@ -99,6 +102,7 @@ class Observations:
         """
         lease = self._leases.get(key)
         if lease is None:
+            insort(self._keys, key)
             was_over = clock_now - renew_time > length + MARGIN
             lease = self._leases[key] = _Observation(seen, elapsed, was_over)
         elif lease.seen != seen:
@@ -106,9 +110,18 @@ class Observations:
         return lease.was_over or elapsed - lease.since >= length.total_seconds()
 
     def forget(self, prefix: str, *, but: Container[str]) -> None:
-        """Forgets the leases whose keys begin with a prefix, except those in `but`."""
-        for key in [k for k in self._leases if k.startswith(prefix) and k not in but]:
-            del self._leases[key]
+        """Forgets the leases whose keys begin with a prefix, except those in `but`.
+
+        Others, as of all other runs of a store, are not looked at.
+        """
+        first = end = bisect_left(self._keys, prefix)
+        while end < len(self._keys) and self._keys[end].startswith(prefix):
+            end += 1
+        found = self._keys[first:end]
+        self._keys[first:end] = [key for key in found if key in but]
+        for key in found:
+            if key not in but:
+                del self._leases[key]
 
 
 PATIENCE: Final = timedelta(days=1) + MARGIN

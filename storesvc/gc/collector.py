@@ -28,7 +28,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import numpy as np
@@ -510,6 +510,8 @@ class Progress:
     """True if the reason is a storage that did not answer or denied access."""
     is_failed: bool = False
     """True if an error ended the pass."""
+    rest: timedelta = timedelta(0)
+    """Time for which nothing will be due, unless the run changes; 0: unknown."""
 
     def after(self, expirations: Expirations) -> "Progress":
         """Returns the progress after steps 1 to 3."""
@@ -557,13 +559,15 @@ class FailureLimit:
     timeout of the storage.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: int = 1) -> None:
+        """Creates it for a number of runs that are collected at a time."""
+        self._most = _MAX_FAILURES + at_once - 1
         self._failures = 0
 
     @property
     def is_reached(self) -> bool:
         """True if the remaining runs are left for the next pass."""
-        return self._failures >= _MAX_FAILURES
+        return self._failures >= self._most
 
     def record(self, progress: Progress) -> None:
         """Counts the result of the pass over a run."""
@@ -599,6 +603,7 @@ class Collector:
     ) -> None:
         self._journal = journal
         self._reserve = reserve
+        self._clock = clock
         seen = Observations()
         self._reader = RunReader(bucket, catalog)
         leases = LeaseExpiry(bucket, catalog, seen, clock=clock)
@@ -655,12 +660,22 @@ class Collector:
                 yield progress
             # Only now: deletions make the space that the reserve needs.
             await self._reserve.put_back()
+            if not (len(garbage) or progress.postponed or expirations.slots):
+                progress = replace(progress, rest=self._rest(state))
         except StoreError as e:
             progress = progress.failed(e)
         finally:  # a pass that is cancelled has deleted something, too
             publish(_event(progress, contents, span))
         await reach(Failpoint.COLLECT_BEFORE_REPLY)
         yield replace(progress, is_done=True)
+
+    def _rest(self, state: RunState) -> timedelta:
+        """Returns the time for which nothing will be due in a run without garbage."""
+        if mark.list_unfinished(mark.fates(state)):
+            return timedelta(0)
+        deleted = [s for s in state.slots.values() if s.HasField("purge_time")]
+        purges = [slot.purge_time.ToDatetime(UTC) for slot in deleted]
+        return min(purges, default=datetime.max.replace(tzinfo=UTC)) - self._clock.now()
 
     async def preview(
         self, run: RunName, *, grace: timedelta

@@ -18,19 +18,34 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, timedelta
 from typing import Final
 
+from storesvc.auth.call import RPCS, Effect
 from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.catalog.slots import Observations
 from storesvc.errors import StoreError
 from storesvc.format import layout
-from storesvc.format.names import RunName
-from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit
+from storesvc.format.names import InvalidNameError, RunName
+from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit, Progress
+from storesvc.gc.due_runs import DueRuns
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
+from storesvc.storage.requests import gather_each
 from storesvc.store import Store
-from storesvc.telemetry.events import CollectorChanged, Span, StoreCollected, publish
+from storesvc.telemetry.events import (
+    CallEnded,
+    CollectorChanged,
+    Event,
+    Span,
+    StoreCollected,
+    publish,
+    subscribe,
+    unsubscribe,
+)
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_INTERVAL: Final = timedelta(minutes=10)
 """Interval between two collections of all runs."""
+
+_RUNS_AT_ONCE: Final = 4
+"""Runs that are collected at a time."""
 
 _SETTLING_SECONDS: Final = 2.0
 """Delay after a commit: further commits of a fast job are handled with it."""
@@ -52,13 +67,24 @@ async def collecting(store: Store, interval: timedelta) -> AsyncIterator[None]:
         yield
         return
     lease = Lease(store, length=2 * interval)
+    due_runs = DueRuns(store.journal, clock=store.clock)
+
+    def note(event: Event) -> None:
+        if isinstance(event, CallEnded) and (run := event.subject.get("run")):
+            rpc = RPCS.get(event.method.rpartition("/")[2])
+            if rpc is not None and rpc.effect in (Effect.CHANGE, Effect.GRAVE_CHANGE):
+                with suppress(InvalidNameError):
+                    due_runs.note(RunName.parse(run))
+
+    subscribe(note)
     tasks = [
-        asyncio.create_task(_collect_periodically(store, lease, interval)),
+        asyncio.create_task(_collect_periodically(store, lease, interval, due_runs)),
         asyncio.create_task(_apply_retention_after_commits(store)),
     ]
     try:
         yield
     finally:
+        unsubscribe(note)
         # The tasks before the lease: one that still runs would take it again.
         for task in tasks:
             task.cancel()
@@ -134,25 +160,27 @@ class Lease:
 
 
 async def _collect_periodically(
-    store: Store, lease: Lease, interval: timedelta
+    store: Store, lease: Lease, interval: timedelta, due_runs: DueRuns
 ) -> None:
     while True:
         await asyncio.sleep(interval.total_seconds())
         with _log_errors("a pass over all runs"):
             await store.format.check()
             if await lease.take():
-                await _collect_all(store, lease)
+                await _collect_all(store, lease, due_runs)
             else:
                 publish(CollectorChanged())
 
 
-async def _collect_all(store: Store, lease: Lease) -> None:
-    """Makes one pass over all runs; an error in one run does not stop the others."""
+async def _collect_all(store: Store, lease: Lease, due_runs: DueRuns) -> None:
+    """Makes one pass over all runs that are due; an error in one run does not stop the
+    others."""
     renewal, span = asyncio.create_task(lease.keep()), Span()
     try:
         runs = await store.catalog.run_names(None)
-        failures = FailureLimit()
-        failed_runs = await _collect_each(store, runs, failures)
+        failures = FailureLimit(at_once=_RUNS_AT_ONCE)
+        due = await due_runs.choose(runs)
+        failed_runs = await _collect_each(store, due, failures, due_runs)
         publish(
             StoreCollected(
                 start=span.start,
@@ -163,7 +191,7 @@ async def _collect_all(store: Store, lease: Lease) -> None:
         )
         if failures.is_reached:
             return
-        for namespace in sorted({run.namespace for run in runs}):
+        for namespace in sorted({run.namespace for run in due}):
             with _log_errors(f"the trimming of the journal of {namespace}"):
                 await store.collector.trim([namespace])
     finally:
@@ -172,26 +200,29 @@ async def _collect_all(store: Store, lease: Lease) -> None:
 
 
 async def _collect_each(
-    store: Store, runs: Sequence[RunName], failures: FailureLimit
+    store: Store, runs: Sequence[RunName], failures: FailureLimit, due_runs: DueRuns
 ) -> int:
-    """Collects runs until the storage is unavailable; returns how many failed."""
-    failed_runs = 0
-    for run in runs:
+    """Collects runs, some at a time, until the storage is unavailable; returns how many
+    failed."""
+
+    async def collect(run: RunName) -> bool:
+        if failures.is_reached:
+            return False
         await store.format.check()
-        is_failed = True  # until its pass has ended
+        last: Progress | None = None
         with _log_errors(f"the collection of {run}"):
-            reports = []
             async for progress in store.collector.collect(run, grace=DEFAULT_GRACE):
                 failures.record(progress)
-                reports.append(progress.is_failed)
-                if progress.is_done:
-                    _log.debug("%s", progress)
-            is_failed = any(reports)
-        failed_runs += is_failed
-        if failures.is_reached:
-            _log.warning("a pass over all runs was abandoned at %s", run)
-            break
-    return failed_runs
+                last = progress
+            _log.debug("%s", last)
+        if last is not None and last.rest:
+            due_runs.rest(run, last.rest)
+        return last is None or not last.is_done or last.is_failed
+
+    failed = await gather_each(collect, runs, at_once=_RUNS_AT_ONCE)
+    if failures.is_reached:
+        _log.warning("a pass over all runs was abandoned")
+    return sum(failed)
 
 
 async def _apply_retention_after_commits(store: Store) -> None:

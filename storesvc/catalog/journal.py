@@ -3,7 +3,7 @@
 ``bucket.proto`` defines what an announcement guarantees. The numbers are consecutive
 and begin at 1, which saves lists: an announcement is read by its number, or found not
 to exist yet. Only a process that knows no number yet, or was overtaken by others,
-lists.
+lists, and then the end only.
 
 The oldest announcements are trimmed; the last one never is, so that numbers are never
 used again.
@@ -14,11 +14,13 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Container
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Final
 from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
+from storesvc.catalog.numbered import PAGE, NumberedObjects
 from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.catalog.slots import PATIENCE
 from storesvc.clock import Clock
@@ -172,8 +174,9 @@ class Journal:
     async def recent(self, namespace: str, *, limit: int) -> range:
         """Returns the numbers of the last announcements, damaged or not."""
         tail = await self.tail(namespace)
-        least = max(0, tail - limit)
-        numbers = await self._numbers(namespace, after=least)
+        first = max(1, tail - limit + 1)
+        span = await self._numbers(namespace).list_between(first, tail + 1)
+        numbers = span.numbers
         return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
     async def changes(
@@ -215,23 +218,37 @@ class Journal:
             keep: Number of announcements to keep ...
             older_than: ... unless they are older than this.
         """
-        numbers = await self._numbers(namespace)
-        surplus = max(0, len(numbers) - max(keep, 1))
-        deleted = 0
-        for at in range(0, len(numbers) - 1, READS_AT_ONCE):
-            batch = numbers[at : min(at + READS_AT_ONCE, len(numbers) - 1)]
-            looks = (self._create_time(namespace, number) for number in batch)
-            created = await asyncio.gather(*looks)
-            # In order, one after another: after a crash between two deletions the
-            # journal must not have a gap, at which a watch would stop. The last number
-            # stays, or the next announcement would begin at 1 again.
-            for number, when in zip(batch, created, strict=True):
-                least = LEAST_AGE if deleted < surplus else max(older_than, LEAST_AGE)
-                if when is not None and self._clock.now() - when <= least:
-                    return deleted
-                await self._bucket.delete(layout.announcement(namespace, number))
-                deleted += 1
-        return deleted
+        numbers, deleted, limit = self._numbers(namespace), 0, READS_AT_ONCE
+        # From the list, not from what this process knows: an earlier version of the
+        # journal may have been restored.
+        end = await numbers.list_end(after=self._known.get(namespace, 0) - 1)
+        end = end if end.numbers else await numbers.list_end()
+        if not end.numbers:
+            return 0
+        surplus, at_once = None, 1  # usually none is old enough
+        while True:
+            found = (await numbers.list(limit=limit)).numbers
+            # The last number stays, or the next announcement would begin at 1 again.
+            old = [number for number in found if number < end.numbers[-1]]
+            if not old:
+                return deleted
+            if surplus is None:
+                surplus = max(0, end.numbers[-1] - old[0] + 1 - max(keep, 1))
+            while old:
+                batch, old = old[:at_once], old[at_once:]
+                looks = (self._create_time(namespace, number) for number in batch)
+                created = await asyncio.gather(*looks)
+                # In order, one after another: after a crash between two deletions the
+                # journal must not have a gap, at which a watch would stop.
+                for number, when in zip(batch, created, strict=True):
+                    least = max(older_than, LEAST_AGE)
+                    least = LEAST_AGE if deleted < surplus else least
+                    if when is not None and self._clock.now() - when <= least:
+                        return deleted
+                    await self._bucket.delete(layout.announcement(namespace, number))
+                    deleted += 1
+                at_once = READS_AT_ONCE
+            limit = PAGE
 
     async def _create(self, namespace: str, announcement: pb.Announcement) -> int:
         """Creates the next announcement, and returns its number."""
@@ -272,7 +289,7 @@ class Journal:
         # The predecessor before the list: usually it is there, which saves the list.
         if number > 1 and await self._is_there(namespace, number - 1):
             return True
-        later = await self._numbers(namespace, after=number)
+        later = (await self._numbers(namespace).list(after=number)).numbers
         if not later:
             return True
         self._note(namespace, later[-1])
@@ -308,7 +325,7 @@ class Journal:
         """Rejects a number that no announcement follows, unless it is the last one."""
         if number and await self._is_there(namespace, number):
             return
-        later = await self._numbers(namespace, after=number)
+        later = (await self._numbers(namespace).list(after=number)).numbers
         if number and not later:
             raise InvalidResumeTokenError(
                 f"resume_token: expected at most what the journal of {namespace} has, "
@@ -319,17 +336,14 @@ class Journal:
 
     async def _last(self, namespace: str, known: int) -> int:
         """Lists the last number after a known one."""
-        numbers = await self._numbers(namespace, after=known)
-        last = max(known, numbers[-1]) if numbers else known
+        end = await self._numbers(namespace).list_end(after=known or -1)
+        last = end.numbers[-1] if end.numbers else known
         self._note(namespace, last)
         return last
 
-    async def _numbers(self, namespace: str, *, after: int = 0) -> list[int]:
-        found = await self._bucket.list(
-            layout.journal(namespace),
-            after=layout.announcement(namespace, after) if after else "",
-        )
-        return [n for path in found if (n := layout.parse_number(path)) is not None]
+    def _numbers(self, namespace: str) -> NumberedObjects:
+        path = partial(layout.announcement, namespace)
+        return NumberedObjects(self._bucket, layout.journal(namespace), path)
 
     def _note(self, namespace: str, number: int) -> None:
         self._known[namespace] = max(number, self._known.get(namespace, 0))

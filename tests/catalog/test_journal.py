@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from storesvc.catalog import journal as journals
+from storesvc.catalog import numbered
 from storesvc.catalog.journal import LEAST_AGE, Journal
 from storesvc.errors import (
     CorruptDataError,
@@ -18,6 +20,7 @@ from storesvc.errors import (
 )
 from storesvc.format import layout
 from storesvc.format.names import RunName
+from storesvc.format.seal import seal
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.faulty_bucket import (
     Call,
@@ -27,6 +30,7 @@ from tests.support.faulty_bucket import (
     no_faults,
     record_calls,
 )
+from tests.support.paged_bucket import PagedBucket
 
 
 class HandClock:
@@ -404,3 +408,62 @@ async def test_the_changes_of_an_upload_are_found_back_to_when_it_began(
     await journal.trim("n")
     assert [101] == await found(began)
     assert [] == [c async for c in journal.changes(run, {"x"}, since=began)]
+
+
+async def long_journal(clock: HandClock, count: int) -> PagedBucket:
+    """Returns a bucket with a journal, of which few names fit in a page."""
+    bucket = await PagedBucket.open("memory://")
+    for number in range(1, count + 1):
+        place, record = layout.announcement("n", number), commit()
+        record.create_time.FromDatetime(clock.now())
+        await bucket.write(place, seal(record, place=place))
+    return bucket
+
+
+@pytest.fixture
+def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few names fit in a page of a list."""
+    for module in (numbered, journals):
+        monkeypatch.setattr(module, "PAGE", 40)
+
+
+@pytest.mark.usefixtures("short_pages")
+async def test_a_new_process_does_not_list_the_whole_journal() -> None:
+    clock = HandClock()
+    bucket = await long_journal(clock, 2000)
+    journal = Journal(bucket, clock=clock)
+    bucket.clear()
+
+    assert 2001 == await journal.announce("n", commit())
+    assert bucket.lists <= 14  # of 50 pages
+    bucket.clear()
+    assert 2002 == await journal.announce("n", commit())
+    assert 0 == bucket.lists
+
+
+@pytest.mark.usefixtures("short_pages")
+async def test_a_trim_reads_as_much_as_it_deletes() -> None:
+    clock = HandClock()
+    bucket = await long_journal(clock, 500)
+    journal = Journal(bucket, clock=clock)
+    await journal.tail("n")
+    bucket.clear()
+
+    assert 0 == await journal.trim("n")
+    assert (2, 1) == (bucket.lists, bucket.reads)
+    clock.turn(timedelta(days=30))
+    assert 499 == await journal.trim("n")
+    assert 500 == await journal.tail("n")
+
+
+async def test_a_restored_journal_keeps_its_last_announcement() -> None:
+    clock = HandClock()
+    bucket = await long_journal(clock, 50)
+    journal = Journal(bucket, clock=clock)
+    assert 50 == await journal.tail("n")
+    for number in range(31, 51):
+        await bucket.delete(layout.announcement("n", number))
+    clock.turn(timedelta(days=30))
+
+    assert 29 == await journal.trim("n")
+    assert 30 == await Journal(bucket, clock=clock).tail("n")

@@ -1,14 +1,21 @@
 """A bucket in memory that lists in pages, as one on the network."""
 
 from storesvc.catalog import numbered
+from storesvc.storage.bucket import Stored
 from storesvc.storage.object_bucket import TensorStoreBucket
 
 
 class PagedBucket(TensorStoreBucket):
-    """Counts the requests that the calls of its lists would send, and their names."""
+    """Counts the requests that the calls of its lists would send, and their names, and
+    reads."""
 
     lists = 0
     names = 0
+    reads = 0
+
+    async def read(self, path: str) -> Stored | None:
+        self.reads += 1
+        return await super().read(path)
 
     async def list(
         self, prefix: str, *, after: str = "", limit: int | None = None
@@ -20,4 +27,4 @@ class PagedBucket(TensorStoreBucket):
 
     def clear(self) -> None:
         """Counts from here on."""
-        self.lists = self.names = 0
+        self.lists = self.names = self.reads = 0

@@ -94,8 +94,10 @@ class Store:
         lifecycle = CheckpointLifecycle(
             bucket, catalog, journal, references, clock=clock
         )
-        retention = RetentionEnforcer(catalog, lifecycle, references, clock=clock)
-        reserve = Reserve(bucket)
+        retention = RetentionEnforcer(
+            catalog, lifecycle, references, journal, clock=clock
+        )
+        reserve, recent_commits = Reserve(bucket), RecentCommits()
         return cls(
             uid=record.uid,
             format=StoreFormat(bucket, record, clock=clock),
@@ -109,7 +111,14 @@ class Store:
             receiver=Receiver(bucket, uploads, tables),
             receipts=receipts,
             commits=Commits(
-                bucket, catalog, uploads, receipts, reuse, journal, clock=clock
+                bucket,
+                catalog,
+                uploads,
+                receipts,
+                reuse,
+                journal,
+                on_commit=recent_commits.add,
+                clock=clock,
             ),
             sender=Sender(bucket),
             references=references,
@@ -127,7 +136,7 @@ class Store:
                 reserve,
                 clock=clock,
             ),
-            recent_commits=RecentCommits(),
+            recent_commits=recent_commits,
             usage=UsageReader(bucket, catalog, RunReader(bucket, catalog)),
             tags=Tags(bucket, catalog, journal, clock=clock),
             holds=Holds(bucket, catalog, clock=clock),

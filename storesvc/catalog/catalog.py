@@ -593,6 +593,10 @@ class Catalog:
         if not await self._exists(name):
             raise await self._run_not_found(name)
 
+    async def steps(self, run: RunName) -> list[int]:
+        """Returns the steps that have a slot, newest first."""
+        return await self._slots.steps(run)
+
     async def slot(
         self, run: RunName, step: int
     ) -> tuple[pb.CheckpointRecord, Generation] | None:

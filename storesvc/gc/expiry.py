@@ -373,7 +373,7 @@ class Expiry:
             CorruptDataError: A slot was rolled back.
         """
         expired = await self._find_expired(run, state)
-        outcomes = await self._outcomes(run, self._retention.preview)
+        outcomes = await self._outcomes(run, self._preview)
         deleted = await self._apply_deletions(run, state, outcomes)
         purged = await self._would_purge(run, state.with_slots(deleted), expired)
         return Expirations(
@@ -383,7 +383,13 @@ class Expiry:
     async def retain(self, run: RunName) -> list[Outcome]:
         """Applies the retention policy of a run, if it has one; returns the
         outcomes."""
-        return await self._reserve.spent_on(self._outcomes, run, self._retention.apply)
+        judge = self._retention.apply_again
+        return await self._reserve.spent_on(self._outcomes, run, judge)
+
+    def _preview(
+        self, run: RunName, record: pb.RunRecord
+    ) -> AsyncGenerator[list[Outcome]]:
+        return self._retention.preview(run, record.retention)
 
     async def _find_expired(self, run: RunName, state: RunState) -> list[ExpiredUpload]:
         """Returns the uploads whose lease is over, after a check of the history."""
@@ -392,13 +398,16 @@ class Expiry:
         return expired
 
     async def _outcomes(
-        self, run: RunName, judge: Callable[[RunName], AsyncGenerator[list[Outcome]]]
+        self,
+        run: RunName,
+        judge: Callable[[RunName, pb.RunRecord], AsyncGenerator[list[Outcome]]],
     ) -> list[Outcome]:
-        if not (await self._record(run)).HasField("retention"):
+        record = await self._record(run)
+        if not record.HasField("retention"):
             return []
         found: list[Outcome] = []
         try:
-            async with aclosing(judge(run)) as pages:
+            async with aclosing(judge(run, record)) as pages:
                 async for page in pages:
                     found += page
         except (InvalidPolicyError, RunNotFoundError) as e:

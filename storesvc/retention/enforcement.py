@@ -3,19 +3,20 @@
 ``policy`` decides on values that this module reads. Each deletion is conditional on the
 etag of the checkpoint that was judged; a checkpoint that changed in the meantime is
 left for the next pass. One that another call deleted, such as a pass of the server
-itself, counts as deleted. Only a few small values per checkpoint are held in memory.
+itself, counts as deleted. Only a few small values per checkpoint are held in memory
+(``committed``), where a pass of the server finds them again.
 """
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, timedelta
+from datetime import timedelta
 from typing import Final
 
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.records import record_etag
+from storesvc.catalog.journal import Journal
 from storesvc.catalog.slots import COMMITTED
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -28,6 +29,7 @@ from storesvc.errors import (
 from storesvc.format.names import RunName
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle, find_purge_delay
 from storesvc.lifecycle.holds import References
+from storesvc.retention.committed import Committed, CommittedCheckpoints
 from storesvc.retention.policy import (
     Candidate,
     check,
@@ -40,7 +42,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
 
 PAGE: Final = 1000
-"""Outcomes per page, and checkpoints per read of the catalog."""
+"""Outcomes per page."""
 
 _CHANGED: Final = ("changed in the meantime",)
 """Reason of a checkpoint that is kept because it, or what protects it, changed."""
@@ -101,6 +103,7 @@ class RetentionEnforcer:
         catalog: Catalog,
         lifecycle: CheckpointLifecycle,
         references: References,
+        journal: Journal,
         *,
         clock: Clock,
     ) -> None:
@@ -108,13 +111,14 @@ class RetentionEnforcer:
         self._lifecycle = lifecycle
         self._references = references
         self._clock = clock
+        self._committed = CommittedCheckpoints(catalog, references, journal, clock)
 
     async def check(self, run: RunName, policy: retention_pb2.RetentionPolicy) -> None:
         """Rejects a policy with a metric that no checkpoint of the run has, if the run
         has checkpoints."""
         if list_metrics(policy):
             with suppress(RunNotFoundError):
-                await self._judge(run, policy)
+                await self._judge(run, policy, await self._committed.read(run))
 
     async def preview(
         self, run: RunName, policy: retention_pb2.RetentionPolicy | None = None
@@ -128,7 +132,8 @@ class RetentionEnforcer:
         record = (await self._catalog.run(run)).record
         if policy is None:
             policy = _run_policy(record)
-        for page in _pages(await self._judge(run, policy)):
+        committed = await self._committed.read(run)
+        for page in _pages(await self._judge(run, policy, committed)):
             yield page
 
     async def apply(self, run: RunName) -> AsyncGenerator[list[Outcome], None]:
@@ -137,8 +142,36 @@ class RetentionEnforcer:
         Yields the outcome of each checkpoint, newest step first, in pages.
         """
         record = (await self._catalog.run(run)).record
+        committed = await self._committed.read(run)
+        outcomes = await self._judge(run, _run_policy(record), committed)
+        async for page in self._delete_unkept(run, record, outcomes):
+            yield page
+
+    async def apply_again(
+        self, run: RunName, record: pb.RunRecord
+    ) -> AsyncGenerator[list[Outcome], None]:
+        """As ``apply``, for a server that applies a policy again and again: reads only
+        the checkpoints that have changed since the last call.
+
+        Args:
+            run: The run.
+            record: Its record.
+        """
+        policy = _run_policy(record)
+        committed = await self._committed.update(run)
+        outcomes = await self._judge(run, policy, committed)
+        # A person may have deleted slots; then other checkpoints are kept.
+        is_idle = all(outcome.kept for outcome in outcomes)
+        if not is_idle and not await self._committed.is_current(run, committed):
+            committed = await self._committed.read(run)
+            outcomes = await self._judge(run, policy, committed)
+        async for page in self._delete_unkept(run, record, outcomes):
+            yield page
+
+    async def _delete_unkept(
+        self, run: RunName, record: pb.RunRecord, outcomes: Sequence[Outcome]
+    ) -> AsyncGenerator[list[Outcome], None]:
         delay = find_purge_delay(record)
-        outcomes = await self._judge(run, _run_policy(record))
         newest = outcomes[0] if outcomes else None
         for page in _pages(outcomes):
             doomed = [outcome for outcome in page if not outcome.kept]
@@ -149,33 +182,35 @@ class RetentionEnforcer:
             yield [after.get(outcome.step, outcome) for outcome in page]
 
     async def _judge(
-        self, run: RunName, policy: retention_pb2.RetentionPolicy | None
+        self,
+        run: RunName,
+        policy: retention_pb2.RetentionPolicy | None,
+        committed: Committed,
     ) -> list[Outcome]:
         if policy is not None:
             check(policy)  # a newer release may have stored a rule unknown to this one
         metrics = list_metrics(policy) if policy else frozenset()
-        tags = await self._references.find_tags(run)
         judged: dict[int, Outcome] = {}
         candidates, present = [], set[str]()
-        async for record in self._list_committed(run):
-            judged[record.step] = Outcome(
-                step=record.step,
-                uid=record.upload,
-                etag=record_etag(record),
-                own_bytes=record.own_bytes,
+        for known in committed.known.values():
+            judged[known.step] = Outcome(
+                step=known.step,
+                uid=known.uid,
+                etag=known.etag,
+                own_bytes=known.own_bytes,
                 reasons=(),
             )
-            tag, named = tags.get(record.upload), metrics & set(record.metrics)
+            tag, named = committed.tags.get(known.uid), metrics & known.metrics.keys()
             candidates.append(
                 Candidate(
-                    step=record.step,
-                    commit_time=record.commit_time.ToDatetime(UTC),
-                    metrics={name: record.metrics[name] for name in named},
-                    pinned=record.pinned,
+                    step=known.step,
+                    commit_time=known.commit_time,
+                    metrics={name: known.metrics[name] for name in named},
+                    pinned=known.pinned,
                     tags=(tag,) if tag else (),
                 )
             )
-            present.update(record.metrics)
+            present.update(known.metrics)
         if candidates and policy is not None:
             check_metrics(policy, str(run), present)
         # In a thread: many rules over many checkpoints would block the event loop.
@@ -183,13 +218,6 @@ class RetentionEnforcer:
             decide, policy, candidates, self._clock.now()
         )
         return [replace(judged[d.step], reasons=d.reasons) for d in decisions]
-
-    async def _list_committed(self, run: RunName) -> AsyncIterator[pb.CheckpointRecord]:
-        before = None
-        while page := await self._catalog.checkpoints(run, before=before, limit=PAGE):
-            for record in page:
-                yield record
-            before = page[-1].step
 
     async def _delete_all(
         self, run: RunName, doomed: Sequence[Outcome], newest: Outcome, delay: timedelta

@@ -518,7 +518,6 @@ class UploadService:
     ) -> upload_api.CommitUploadResponse:
         name, watch = UploadName.from_resource(request.name), Stopwatch()
         record = await self._store.commits.commit(name, request.epoch)
-        self._store.recent_commits.add(name.run)
         if call := access.current.get():
             call.detail["step"] = str(record.step)
         watch.size_bytes = record.stored_bytes
@@ -541,7 +540,6 @@ class UploadService:
                 reserve=lambda size: self._quotas.send(name, size, size),
                 report=writer_report(request),
             )
-        self._store.recent_commits.add(name.run)
         watch.size_bytes = record.stored_bytes
         _log.info("CreateCheckpoint %s@%d: %s", name.run, record.step, watch)
         checkpoint = messages.checkpoint_message(name.run, record)

@@ -45,7 +45,7 @@ from storesvc.format.checksums import digest
 from storesvc.format.chunks import ChunkLocations, Sums, merge
 from storesvc.format.layout import ROOT, RunPaths
 from storesvc.format.manifests import Manifest, pack_manifest
-from storesvc.format.names import UploadName
+from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
 from storesvc.save.batches import check_small_chunks
 from storesvc.save.receipts import Receipt, Receipts, longest
@@ -171,6 +171,7 @@ class Commits:
         reuse: Reuse,
         journal: Journal,
         *,
+        on_commit: Callable[[RunName], None],
         clock: Clock,
     ) -> None:
         self.discards = Discards(bucket)
@@ -181,6 +182,7 @@ class Commits:
         self._receipts = receipts
         self._reuse = reuse
         self._journal = journal
+        self._on_commit = on_commit
         self._clock = clock
 
     async def commit(self, name: UploadName, epoch: int) -> pb.CheckpointRecord:
@@ -308,6 +310,7 @@ class Commits:
         # A watcher reads the slot when it is notified, so never before this write.
         self._journal.notify_landed(name.run.namespace)
         publish(_event(name, committed, span))
+        self._on_commit(name.run)  # in no process that finds it committed
         return committed
 
     @asynccontextmanager

@@ -302,7 +302,11 @@ def retained(world: World, policy: store.RetentionPolicy | None) -> World:
 
 def retaining(process: Process) -> RetentionEnforcer:
     return RetentionEnforcer(
-        process.catalog, process.lifecycle, process.references, clock=process.clock
+        process.catalog,
+        process.lifecycle,
+        process.references,
+        process.journal,
+        clock=process.clock,
     )
 
 

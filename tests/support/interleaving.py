@@ -167,7 +167,7 @@ class Process:
         self.clock: Clock = SkewedClock(world, skew)
         bucket = ShuffledBucket(world)
         self.catalog = Catalog(bucket)
-        journal = Journal(bucket, clock=self.clock)
+        self.journal = journal = Journal(bucket, clock=self.clock)
         self.references = References(bucket, self.catalog, clock=self.clock)
         self.lifecycle = CheckpointLifecycle(
             bucket, self.catalog, journal, self.references, clock=self.clock

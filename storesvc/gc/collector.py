@@ -698,11 +698,13 @@ class Collector:
             progress = progress.failed(e)
         yield replace(progress, is_done=True)
 
-    async def retain(self, run: RunName) -> None:
-        """Applies only the retention policy of a run, if it has one."""
+    async def retain(self, run: RunName) -> int:
+        """Applies only the retention policy of a run, if it has one; returns the number
+        of deleted checkpoints."""
         outcomes = await self._expiry.retain(run)
         deleted = sum(not outcome.kept for outcome in outcomes)
         publish(RetentionApplied(run=str(run), deleted_checkpoints=deleted))
+        return deleted
 
     async def trim(self, namespaces: Iterable[str]) -> None:
         """Deletes the oldest announcements of the journals of namespaces."""

@@ -4,6 +4,13 @@ It has the same services and the same contract; only the address differs: a Unix
 in a directory that only this user can enter. Calls that are no streams do not even pass
 the socket (``EmbeddedServer.call``). All embedded servers of a process share one event
 loop, because gRPC's asyncio polls for one loop per process.
+
+Deleted checkpoints must not fill a disk where no server runs: so the embedded
+server of a directory collects garbage, all of the store's, as no other process may. A
+pass lists large files on a local disk, and only of runs that changed. The lists of a
+bucket cost money and time of the interpreter of a training process, and with many hosts
+one of them would do it for all; so there a server, ``storectl gc`` or
+``connect(collect=True)`` collects, and a warning is logged if none is there.
 """
 
 import asyncio
@@ -14,6 +21,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
@@ -49,12 +57,15 @@ class StartError(Exception):
 class EmbeddedServer:
     """Serves the store at a root to this process only."""
 
-    def __init__(self, root: str, *, timeout: float) -> None:
+    def __init__(
+        self, root: str, *, timeout: float, collect: bool | None = None
+    ) -> None:
         """Starts the server.
 
         Args:
             root: URI of the store; a store is created if there is none.
             timeout: Maximum seconds to open the store.
+            collect: Whether it collects garbage; None: unless the store is in a bucket.
 
         Raises:
             StartError: The root is not a URI of a supported storage, the store's format
@@ -67,7 +78,7 @@ class EmbeddedServer:
         self._stack = AsyncExitStack()
         self.address = f"unix:{directory}/socket"
         try:
-            _run(self._start(root, timeout))
+            _run(self._start(root, timeout, collect=collect))
         except BaseException as e:  # KeyboardInterrupt too
             self.close()
             if isinstance(e, StoreError):
@@ -85,15 +96,18 @@ class EmbeddedServer:
         """Makes a call without a connection; see ``InProcessCalls.call``."""
         return _run(self._calls.call(method, request, seconds, metadata))
 
-    async def _start(self, root: str, seconds: float) -> None:
+    async def _start(self, root: str, seconds: float, *, collect: bool | None) -> None:
         async with _storage_timeout(root, seconds):
             store = await app.open_store(root)
+        if collect is None:
+            collect = not store.bucket.opened.storage.is_remote
+        interval = DEFAULT_INTERVAL if collect else timedelta(0)
         self._stack.push_async_callback(
-            apply_pending_retention, store, _RETENTION_SECONDS
+            apply_pending_retention, store, _RETENTION_SECONDS, is_collected=collect
         )
         running = app.running(store, self.address)
         self._calls = (await self._stack.enter_async_context(running)).calls
-        await self._stack.enter_async_context(collecting(store, DEFAULT_INTERVAL))
+        await self._stack.enter_async_context(collecting(store, interval))
 
 
 def holds_store(root: str, *, timeout: float) -> bool:

@@ -27,7 +27,7 @@ from storesvc.format.names import InvalidNameError, RunName
 from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit, Progress
 from storesvc.gc.due_runs import DueRuns
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
-from storesvc.storage.requests import gather_each
+from storesvc.storage.requests import background_task, gather_each
 from storesvc.store import Store
 from storesvc.telemetry.events import (
     CallEnded,
@@ -47,6 +47,9 @@ DEFAULT_INTERVAL: Final = timedelta(minutes=10)
 _RUNS_AT_ONCE: Final = 4
 """Runs that are collected at a time."""
 
+_COLLECTED_WITHIN: Final = timedelta(days=1)
+"""Time after the last renewal of the lease for which a store counts as collected."""
+
 _SETTLING_SECONDS: Final = 2.0
 """Delay after a commit: further commits of a fast job are handled with it."""
 
@@ -61,10 +64,12 @@ async def collecting(store: Store, interval: timedelta) -> AsyncIterator[None]:
 
     Args:
         store: The store.
-        interval: Interval between passes, and before the first one; 0: none.
+        interval: Interval between passes, and before the first one; 0: none, so that
+            only policies are applied, after commits.
     """
     if not interval:
-        yield
+        async with background_task(_apply_retention_after_commits(store)):
+            yield
         return
     lease = Lease(store, length=2 * interval)
     due_runs = DueRuns(store.journal, clock=store.clock)
@@ -79,7 +84,7 @@ async def collecting(store: Store, interval: timedelta) -> AsyncIterator[None]:
     subscribe(note)
     tasks = [
         asyncio.create_task(_collect_periodically(store, lease, interval, due_runs)),
-        asyncio.create_task(_apply_retention_after_commits(store)),
+        asyncio.create_task(_apply_retention_after_commits(store, is_collected=True)),
     ]
     try:
         yield
@@ -225,31 +230,58 @@ async def _collect_each(
     return sum(failed)
 
 
-async def _apply_retention_after_commits(store: Store) -> None:
+async def _apply_retention_after_commits(
+    store: Store, *, is_collected: bool = False
+) -> None:
     while True:
         await store.recent_commits.wait()
         await asyncio.sleep(_SETTLING_SECONDS)
-        await _apply_retention(store)
+        await _apply_retention(store, is_collected=is_collected)
 
 
-async def _apply_retention(store: Store) -> None:
+async def _apply_retention(store: Store, *, is_collected: bool) -> None:
     for run in store.recent_commits.runs:
         try:
             with _log_errors(f"retention after a commit to {run}"):
                 store.recent_commits.remove(run)
                 await store.format.check()
-                await store.collector.retain(run)
+                deleted = await store.collector.retain(run)
+                if deleted and not is_collected:
+                    await _warn_uncollected(store, run, deleted)
         except asyncio.CancelledError:
             store.recent_commits.add(run)  # for ``apply_pending_retention``
             raise
 
 
-async def apply_pending_retention(store: Store, seconds: float) -> None:
+_warned: Final[set[str]] = set()
+"""Stores about which a warning was logged."""
+
+
+async def _warn_uncollected(store: Store, run: RunName, deleted: int) -> None:
+    """Logs once that what a policy deletes may stay stored for ever."""
+    if store.uid in _warned:
+        return
+    found = await read_record(store.bucket, layout.COLLECTOR, pb.CollectorRecord)
+    now = store.clock.now()
+    if found and now - found[0].renew_time.ToDatetime(UTC) < _COLLECTED_WITHIN:
+        return
+    _warned.add(store.uid)
+    _log.warning(
+        "%s: its policy deleted %d checkpoints, whose bytes stay in %s until they are "
+        "collected, and no server collects this store: run 'storectl gc' at intervals, "
+        "a server, or connect(collect=True)",
+        *(run, deleted, store.bucket.name),
+    )
+
+
+async def apply_pending_retention(
+    store: Store, seconds: float, *, is_collected: bool = True
+) -> None:
     """Applies the policies of the runs that were committed to since they were applied,
     once no more calls are served; logs errors."""
     try:
         async with asyncio.timeout(seconds):
-            await _apply_retention(store)
+            await _apply_retention(store, is_collected=is_collected)
     except TimeoutError:
         _log.warning(
             "retention after the last commits has not ended within %g s; the next "

@@ -480,7 +480,7 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
     #    policies of their runs.
     await asyncio.gather(
         store.commits.discards.drain(DISCARD_SECONDS),
-        *([apply_pending_retention(store, DISCARD_SECONDS)] if interval else []),
+        apply_pending_retention(store, DISCARD_SECONDS, is_collected=bool(interval)),
     )
     _log.info("stopped")
 

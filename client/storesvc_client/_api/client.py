@@ -206,6 +206,7 @@ def connect(
     lend_credentials: bool = False,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     restore_pool_bytes: int = DEFAULT_RESTORE_POOL_BYTES,
+    collect: bool | None = None,
     orbax_events: bool = False,
     step_logger: StepLogger | None = None,
 ) -> "Client":
@@ -249,6 +250,11 @@ def connect(
         restore_pool_bytes: Maximum host memory, in bytes, that is kept for the next
             restore once the arrays of an earlier one are gone: for a minute, and unless
             the kernel needs it. 0 keeps none.
+        collect: Whether this process collects the garbage of the store at a root, every
+            10 minutes: without that, deleted checkpoints stay stored. None collects in
+            a directory, but not in a bucket, where lists cost money and time of this
+            process: run ``storectl gc`` at intervals, or a server, or give True. Of
+            several processes one collects at a time.
         orbax_events: Whether saves and restores send ``jax.monitoring`` the events of
             Orbax that dashboards use, in addition to ``/jax/storesvc/...``.
         step_logger: Object whose ``log_entry`` receives a dict for each save and
@@ -283,6 +289,7 @@ def connect(
         insecure=insecure,
         timeout=limit.total_seconds(),
         token=token,
+        collect=collect,
     )
     session = Session(connection, staging, blocks, telemetry)
     return open_client(session, direct=direct, lend_credentials=lend_credentials)

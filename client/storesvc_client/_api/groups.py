@@ -453,7 +453,8 @@ class Retention:
 
         The server deletes the checkpoints that the policy does not keep: now, after
         each commit, and at each collection. ``preview`` lists them in advance. They
-        keep their bytes until the purge delay is over.
+        keep their bytes until the purge delay is over, and then until a collection: of
+        a bucket without a server, ``storectl gc`` or ``connect(collect=True)``.
 
         Args:
             policy: Such as ``KeepLatest(3) | KeepEvery(steps=10_000)``; None keeps

@@ -71,8 +71,11 @@ if TYPE_CHECKING:
     from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
 
-def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
+def start_embedded(
+    root: str, *, timeout: float, collect: bool | None = None
+) -> "EmbeddedServer":
     """Starts a server for the store at a root, which is created if it does not exist.
+    ``collect`` is as of ``connect``.
 
     Raises:
         InvalidRequestError: The root is not a URI of a supported storage, or the
@@ -82,7 +85,7 @@ def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
     with _translate_start_errors(root):
         from storesvc.server.embedded import EmbeddedServer
 
-        return EmbeddedServer(root, timeout=timeout)
+        return EmbeddedServer(root, timeout=timeout, collect=collect)
 
 
 def holds_store(root: str, *, timeout: float) -> bool:
@@ -443,19 +446,20 @@ def open_connection(
     insecure: bool,
     timeout: float,
     token: "Token | None" = None,
+    collect: bool | None = None,
 ) -> Connection:
     """Returns a connection to a target; sends nothing, except name lookups.
 
     Raises:
         InvalidRequestError: The target is neither a root nor HOST:PORT, a certificate
-            cannot be used, a token would be sent in plaintext, or certificates, a token
-            or ``insecure`` are given for a root.
+            cannot be used, a token would be sent in plaintext, certificates, a token or
+            ``insecure`` are given for a root, or ``collect`` for a server.
         UnauthenticatedError: The token cannot be used.
         UnavailableError: A name in a list of servers has no address.
     """
     if is_root(target):
         _check_bare(target, ca=ca, cert=cert, key=key, token=token, insecure=insecure)
-        server = start_embedded(target, timeout=timeout)
+        server = start_embedded(target, timeout=timeout, collect=collect)
         return Connection(
             lambda number: MetadataChannel(
                 _InProcessChannel(
@@ -470,6 +474,11 @@ def open_connection(
             timeout=timeout,
             end=server.close,
             patience=timeout,  # an embedded server does not restart
+        )
+    if collect is not None:
+        raise InvalidRequestError(
+            f"connect: expected collect= with the root of a store, got {target}, a "
+            "server, whose operator decides (storectl serve --gc-interval); omit it"
         )
     servers = Target.parse(target)
     tls = _tls(servers, ca=ca, cert=cert, key=key, insecure=insecure)

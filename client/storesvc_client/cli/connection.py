@@ -269,6 +269,7 @@ class Connection:
             insecure=self.insecure,
             timeout=self.timeout,
             token=token,
+            collect=None,
         )
 
     def server_files(self) -> dict[str, Path | None]:

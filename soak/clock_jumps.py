@@ -91,7 +91,7 @@ async def _save_and_collect(
             pass
         await _collect(collector)
         clocks[0].jump = ours
-        staged = saver.receipts.staged(name, 0)
+        staged = saver.receipts.staged(name, 0, chunk_count=3)
         await saver.receipts.finish(opened, 0, sums(0, 1, 2), staged)
         await _collect(collector)
         await saver.commits.commit(name, record.epoch)

@@ -473,8 +473,9 @@ class UploadService:
         ref, receipts = opening.open, self._store.receipts
         name, writer = UploadName.from_resource(ref.upload), ref.writer
         # The list takes as long as the read of the slot, and needs nothing of it.
+        listing = receipts.staged(name, writer, chunk_count=opening.chunk_count)
         async with (
-            background_task(receipts.staged(name, writer)) as staged,
+            background_task(listing) as staged,
             self._store.uploads.opened(name, ref.epoch) as upload,
         ):
             requests.check_writer("open.writer", writer, upload.record.writer_count)
@@ -553,7 +554,7 @@ class UploadService:
 
     async def _open(self, ref: upload_api.WriterRef) -> OpenUpload:
         """Returns the open upload of a writer; rejects an invalid writer index."""
-        upload = await self._store.uploads.open(
+        upload = await self._store.uploads.open_recent(
             UploadName.from_resource(ref.upload), ref.epoch
         )
         requests.check_writer("open.writer", ref.writer, upload.record.writer_count)

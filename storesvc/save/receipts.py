@@ -224,14 +224,17 @@ class Receipts:
         claims = await offload(count, find_claims, upload.tree, sums, sources)
         return own, claims
 
-    async def staged(self, name: UploadName, writer: int) -> Staged:
-        """Returns the staging tables of a writer, for ``finish``.
+    async def staged(
+        self, name: UploadName, writer: int, *, chunk_count: int
+    ) -> Staged:
+        """Returns the staging tables of a writer of some chunks, for ``finish``.
 
         On a bucket, the tables that this process wrote a moment ago come without a
-        request: usually they are all.
+        request: usually they are all. A writer without chunks needs none.
         """
         prefix = RunPaths(name.run).staging(name.upload, writer)
-        if self._bucket.has_files or not self._tables.are_fresh(prefix):
+        is_known = not chunk_count or self._tables.are_fresh(prefix)
+        if self._bucket.has_files or not is_known:
             return await self._all_staged(name, writer)
         known = self._tables.below(prefix)
         files = dict.fromkeys(file_ends(known.values()), True)

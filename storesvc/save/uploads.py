@@ -6,12 +6,18 @@ the slot, asks ``slots``, and writes on the condition that the slot is unchanged
 ``receiver`` stores the chunks of an upload, ``commit`` turns it into a checkpoint.
 
 A lease shows that an upload is still live. Progress renews it often, and usually a
-process knows that it wrote the record a short time ago. Calls that renew one lease at
-the same time share one write, because a bucket rejects many writes of one object. The
-write goes on if one of these calls is cancelled, and ends with the server.
+process knows that it was renewed a short time ago. Calls that renew one lease at the
+same time share one write, because a bucket rejects many writes of one object. The write
+goes on if one of these calls is cancelled, and ends with the server.
+
+Many processes may renew the lease of an upload of many writers. Each looks at a time of
+its own, earlier than a single one would write, whether another has renewed the lease
+since it looked last, and writes only if none has.
 """
 
 import asyncio
+import math
+import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -48,6 +54,7 @@ from storesvc.format.trees import Tree
 from storesvc.save.leaf_tables import LeafTables
 from storesvc.save.rules import differing_rows, first_difference
 from storesvc.storage.bucket import (
+    ALWAYS,
     IF_ABSENT,
     Bucket,
     Generation,
@@ -66,11 +73,13 @@ _RENEWALS_A_LEASE: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class _Renewal:
-    """A renewal by this process: a lease record, or the record of an upload."""
+    """A renewal that this process knows: a lease record, or the record of an upload."""
 
     when: datetime
     at: float
-    """``Clock.elapsed`` at that time."""
+    """``Clock.elapsed`` at that time, or an estimate."""
+    generation: Generation | None = None
+    """Generation of the lease record; None: there was none."""
 
 
 class Leases:
@@ -81,30 +90,64 @@ class Leases:
         self._clock = clock
         self._renewals: LRUCache[UploadName, _Renewal] = LRUCache(_KEPT_RENEWALS)
         self._writing: dict[UploadName, asyncio.Task[_Renewal]] = {}
+        self._drawn = 1.0 - random.random()  # noqa: S311 - spreads processes only
+        """In (0, 1]; see ``_turn``."""
 
-    async def renew(self, name: UploadName, length: timedelta) -> datetime:
+    async def renew(self, name: UploadName, record: pb.UploadRecord) -> datetime:
         """Renews the lease of an upload, and returns when it expires.
 
         Progress calls this for each batch; only ``_RENEWALS_A_LEASE`` renewals per
-        lease are written to the bucket.
+        lease are written to the bucket, or twice as many by all processes of an upload
+        of many writers.
         """
+        length = record.lease_duration.ToTimedelta()
         interval = length.total_seconds() / _RENEWALS_A_LEASE
         last = self._renewals.get(name)
+        is_shared = record.writer_count > 1
+        if is_shared:
+            interval *= self._turn(record.writer_count)
+            if last is None:
+                last = self._presume(name, record, interval)
         if last is None or self._clock.elapsed() - last.at >= interval:
             writing = self._writing.get(name)
             if writing is None:
-                writing = asyncio.create_task(self._write(name))
+                renewing = (
+                    self._renew_shared(name, last, interval)
+                    if is_shared
+                    else self._write(name, ALWAYS)
+                )
+                writing = asyncio.create_task(renewing)
                 self._writing[name] = writing
                 writing.add_done_callback(lambda _: self._writing.pop(name))
                 writing.add_done_callback(retrieve_error)  # perhaps no caller waits
             last = await asyncio.shield(writing)
         return last.when + length
 
+    def _turn(self, writer_count: int) -> float:
+        """Returns the part of the interval, at least a half, after which this process
+        looks at a shared lease. It is distributed so that the second of any number of
+        processes usually comes when the first has written."""
+        return max(0.5, 1.0 + math.log(self._drawn) / (3 * math.log(writer_count)))
+
     def begin(self, name: UploadName, record: pb.UploadRecord, at: float) -> None:
         """Records that an upload was begun here, whose record is its first renewal;
         ``at`` is a ``Clock.elapsed`` before the record was made."""
         when = record.create_time.ToDatetime(UTC)
         self._renewals[name] = _Renewal(when, at)
+
+    def _presume(
+        self, name: UploadName, record: pb.UploadRecord, interval: float
+    ) -> _Renewal | None:
+        """Takes the record of an upload that another process began a moment ago, by the
+        clocks of both, for a renewal; returns None if it is older. If the clocks are
+        wrong, this process looks at the lease an interval later than it should."""
+        when = record.create_time.ToDatetime(UTC)
+        age = (self._clock.now() - when).total_seconds()
+        if abs(age) >= interval:
+            return None
+        renewal = _Renewal(when, self._clock.elapsed() - max(age, 0.0))
+        self._renewals[name] = renewal
+        return renewal
 
     async def end(self) -> None:
         """Cancels the writes whose calls were cancelled, and waits until they have
@@ -115,14 +158,36 @@ class Leases:
         if left:
             await asyncio.wait(left)
 
-    async def _write(self, name: UploadName) -> _Renewal:
-        renewal = _Renewal(self._clock.now(), self._clock.elapsed())
-        lease = pb.LeaseRecord(
-            renew_time=timestamp(renewal.when), nonce=uuid.uuid4().hex
-        )
+    async def _renew_shared(
+        self, name: UploadName, last: _Renewal | None, interval: float
+    ) -> _Renewal:
+        """Renews a lease unless another process has renewed it in the meantime."""
         place = RunPaths(name.run).lease(name.upload)
-        await self._bucket.write(place, seal(lease, place=place))
-        self._renewals[name] = renewal
+        found = await read_record(self._bucket, place, pb.LeaseRecord)
+        generation = found[1] if found else None
+        if found and (last is None or generation != last.generation):
+            # Its time is of another clock, and counts only within what was seen here:
+            # it was renewed after the last look, if there was one, and before this one.
+            when, now = found[0].renew_time.ToDatetime(UTC), self._clock.elapsed()
+            age = max((self._clock.now() - when).total_seconds(), 0.0)
+            at = now - age if last is None else max(now - age, last.at)
+            if now - at < interval:
+                self._renewals[name] = _Renewal(when, at, generation)
+                return self._renewals[name]
+        try:
+            return await self._write(name, generation or IF_ABSENT)
+        except PreconditionError:  # another process was faster
+            self._renewals[name] = _Renewal(self._clock.now(), self._clock.elapsed())
+            return self._renewals[name]
+
+    async def _write(self, name: UploadName, condition: WriteCondition) -> _Renewal:
+        when, at = self._clock.now(), self._clock.elapsed()
+        lease = pb.LeaseRecord(renew_time=timestamp(when), nonce=uuid.uuid4().hex)
+        place = RunPaths(name.run).lease(name.upload)
+        written = await self._bucket.write(
+            place, seal(lease, place=place), condition=condition
+        )
+        renewal = self._renewals[name] = _Renewal(when, at, written)
         return renewal
 
 
@@ -133,6 +198,9 @@ _KEPT_SIGHTS: Final = 10_000
 _KEPT_RECORD_BYTES: Final = 4 << 20
 _OPEN_SECONDS: Final = 60.0
 """Time for which an upload that owned its slot is presumed to own it."""
+_JOIN_TIME: Final = timedelta(seconds=30)
+"""Time since an upload began for which a writer that joins presumes that it owns its
+slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +403,8 @@ class Uploads:
         # 3. Reserve the slot, on the condition that it is unchanged since step 1.
         await reach(Failpoint.BEGIN_BEFORE_SLOT)
         generation = await self._reserve(name, reserved, record, slot and slot[1])
+        if predecessor:
+            self.forget_open(UploadName(name.run, predecessor))
         self._seen[name] = elapsed
         if record is described:  # not that of an earlier try, which may be old
             self.leases.begin(name, record, elapsed)
@@ -405,10 +475,17 @@ class Uploads:
             ProcessesDifferError: The writer and writer 0 hold different values of a
                 leaf.
         """
-        record = await self.record(name)
-        await _check_principal(name, record)
-        found = await self._catalog.slot(name.run, record.step)
-        slots.check_owner(name, record, found and found[0])
+        record = await self.known_record(name)
+        # Usually writer 0 began it a moment ago. If it has ended, as it may have if the
+        # clocks are wrong, the writer cannot finish.
+        elapsed = self._clock.elapsed()
+        age = self._clock.now() - record.create_time.ToDatetime(UTC)
+        is_open = not self._bucket.has_files and abs(age) < _JOIN_TIME
+        if not is_open:
+            slot, _ = await self.slot(name, record)
+            is_open = slot.state == slots.UPLOADING
+        if is_open:  # the calls that follow need not look
+            self._seen[name] = elapsed
         if writer_count != record.writer_count:
             raise PlanMismatchError(
                 f"{name}, writer {writer}: expected {record.writer_count} writers as "
@@ -495,10 +572,21 @@ class Uploads:
                 raise
             await opening
 
+    async def open_recent(self, name: UploadName, epoch: int) -> OpenUpload:
+        """Returns an upload like ``open``, but on a bucket without a look at its slot
+        if it owned it a short time ago: for what FinishWriter checks again."""
+        if self.was_open(name) and not self._bucket.has_files:
+            return await self.presume_open(name, epoch)
+        return await self.open(name, epoch)
+
     def was_open(self, name: UploadName) -> bool:
         """Returns whether an upload owned its slot a short time ago."""
         seen = self._seen.get(name)
         return seen is not None and self._clock.elapsed() - seen <= _OPEN_SECONDS
+
+    def forget_open(self, name: UploadName) -> None:
+        """Forgets that an upload owned its slot: it has ended."""
+        self._seen.pop(name, None)
 
     async def presume_open(self, name: UploadName, epoch: int) -> OpenUpload:
         """Returns an upload without a look at its slot; see ``was_open``.
@@ -554,8 +642,7 @@ class Uploads:
 
     async def renew(self, upload: OpenUpload) -> datetime:
         """Renews the lease of an upload, and returns when it expires."""
-        length = upload.record.lease_duration.ToTimedelta()
-        return await self.leases.renew(upload.name, length)
+        return await self.leases.renew(upload.name, upload.record)
 
     async def abort(self, name: UploadName) -> None:
         """Aborts an upload and frees its step; an upload that has ended is ignored.
@@ -568,7 +655,7 @@ class Uploads:
         """
         # 1. Free the slot first, on the condition that it is unchanged: a commit at the
         #    same time either fails, or makes this call fail.
-        self._seen.pop(name, None)
+        self.forget_open(name)
         places = RunPaths(name.run)
         record = await self._found(name)
         if record is None:

@@ -1,10 +1,12 @@
 """The lease of an upload is written once for all calls that renew it at a time, and not
-by the process that began it a moment ago."""
+by the process that began it a moment ago. The processes of many writers share it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -17,7 +19,9 @@ from storesvc.storage.bucket import ALWAYS, Generation, WriteCondition
 from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
+from tests.catalog.test_journal import HandClock
 from tests.save.uploads_in_process import begin, name_of
+from tests.support.faulty_bucket import Call, Fault, FaultyBucket
 
 RUN = RunName("tests", "leases")
 LEASE = RunPaths(RUN).lease(name_of(RUN, 1).upload)
@@ -120,3 +124,104 @@ async def test_a_server_that_stops_leaves_no_write_of_a_lease_behind() -> None:
         bucket.may_write.set()
         await asyncio.sleep(0)
         assert 0 == bucket.written
+
+
+class OwnClock:
+    """The clock of a machine, which differs from the common time."""
+
+    def __init__(self, common: HandClock, offset: timedelta) -> None:
+        self._common, self._offset = common, offset
+
+    def now(self) -> datetime:
+        return self._common.now() + self._offset
+
+    def elapsed(self) -> float:
+        return self._common.elapsed() + self._offset.total_seconds()
+
+
+PROCESSES = 64
+LENGTH = timedelta(minutes=1)
+"""The lease of ``begin``."""
+
+
+async def renewals(
+    offset: Callable[[int], timedelta], *, interval: int
+) -> tuple[list[float], Counter[float]]:
+    """Has processes write an upload for ten leases, each with its own clock; returns
+    the times of the renewals, and the requests to write at each time, in seconds.
+
+    Args:
+        offset: Returns the error of the clock of a process.
+        interval: Seconds between the calls of a process that renew.
+    """
+    bucket, common = await FaultyBucket.faulty("memory://"), HandClock()
+    clocks = [OwnClock(common, offset(index)) for index in range(PROCESSES)]
+    opened = [
+        await Store.open(bucket.reopened(), clock=clocks[index])
+        for index in range(PROCESSES)
+    ]
+    upload = await begin(opened[0], RUN, 1, writer_count=PROCESSES)
+    start, tried = common.elapsed(), Counter[float]()
+    seen, renewed = None, [0.0]
+
+    def plan(call: Call) -> Fault:
+        if (call.operation, call.path) == ("write", LEASE):
+            tried[common.elapsed() - start] += 1
+        return Fault.NONE
+
+    for one in opened:
+        assert isinstance(one.bucket, FaultyBucket)
+        one.bucket.calls.follow(plan)
+    for second in range(10 * round(LENGTH.total_seconds())):
+        due = [
+            one for at, one in enumerate(opened) if at % interval == second % interval
+        ]
+        await asyncio.gather(*(one.uploads.renew(upload) for one in due))
+        stored = await bucket.read(LEASE)
+        if stored and stored.data != seen:
+            seen = stored.data
+            renewed.append(common.elapsed() - start)
+        common.turn(timedelta(seconds=1))
+    return [*renewed, common.elapsed() - start], tried
+
+
+def no_error(index: int) -> timedelta:
+    del index
+    return timedelta(0)
+
+
+def some_error(index: int) -> timedelta:
+    return timedelta(minutes=(-60, 45, 0, 7, -1)[index % 5])
+
+
+@pytest.mark.parametrize(
+    ("offset", "interval", "longest"),
+    [
+        pytest.param(no_error, 1, 15, id="progress"),
+        pytest.param(no_error, 20, 30, id="no-progress"),
+        pytest.param(some_error, 1, 30, id="progress-and-wrong-clocks"),
+        pytest.param(some_error, 20, 45, id="no-progress-and-wrong-clocks"),
+    ],
+)
+async def test_many_processes_renew_a_lease_in_time_and_seldom(
+    offset: Callable[[int], timedelta], interval: int, longest: float
+) -> None:
+    renewed, tried = await renewals(offset, interval=interval)
+
+    gaps = [after - before for before, after in itertools.pairwise(renewed)]
+    assert max(gaps) <= longest < LENGTH.total_seconds()
+    # A fifth of what a bucket bears; if the clocks are right, few try it at once.
+    assert len(renewed) <= 10 * LENGTH.total_seconds() / 5 + 3
+    if offset is no_error:
+        assert max(tried.values()) <= PROCESSES / 4
+
+
+async def test_one_process_that_is_left_renews_the_lease() -> None:
+    bucket, clock = await FaultyBucket.faulty("memory://"), HandClock()
+    opened = [await Store.open(bucket.reopened(), clock=clock) for _ in range(2)]
+    upload = await begin(opened[0], RUN, 1, writer_count=2)
+
+    for _ in range(6):
+        clock.turn(LENGTH / 3)
+        until = await opened[1].uploads.renew(upload)
+        assert clock.now() + LENGTH / 2 <= until

@@ -67,7 +67,7 @@ async def finish(
     store: Store, upload: OpenUpload, receipt: Sums, *, writer: int = 0
 ) -> None:
     """Finishes a writer, with the checks of FinishWriter."""
-    staged = store.receipts.staged(upload.name, writer)
+    staged = store.receipts.staged(upload.name, writer, chunk_count=len(receipt))
     async with (
         background_task(staged) as tables,
         store.uploads.opened(upload.name, upload.record.epoch) as opened,

@@ -187,7 +187,7 @@ def save(run: RunName, step: int) -> Task:
 
         async for _ in opened.receiver.write(upload, 0, frames()):
             pass
-        staged = opened.receipts.staged(name, 0)
+        staged = opened.receipts.staged(name, 0, chunk_count=3)
         await opened.receipts.finish(upload, 0, sums(0, 1, 2), staged)
         await opened.commits.commit(name, record.epoch)
 

@@ -388,7 +388,8 @@ class StoreMachine(RuleBasedStateMachine):
             opened = await self._store.uploads.open(self._name(upload), upload.epoch)
             sums = mixed_sums(dict(sorted(receipt.items())))
             receipts = self._store.receipts
-            await receipts.finish(opened, 0, sums, receipts.staged(opened.name, 0))
+            staged = receipts.staged(opened.name, 0, chunk_count=len(sums))
+            await receipts.finish(opened, 0, sums, staged)
 
         answer = self._answer(call, trouble)
         if self._ended(upload, answer):

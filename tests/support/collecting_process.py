@@ -93,7 +93,8 @@ class Process:
         opened = await self._open(name)
         sums = mixed_sums(dict(enumerate(content)))
         receipts = self.store.receipts
-        await receipts.finish(opened, 0, sums, receipts.staged(name, 0))
+        staged = receipts.staged(name, 0, chunk_count=len(sums))
+        await receipts.finish(opened, 0, sums, staged)
 
     async def commit(self, name: UploadName, content: Sequence[int]) -> None:
         record = await self.store.uploads.record(name)

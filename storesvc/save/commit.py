@@ -59,7 +59,7 @@ from storesvc.storage.bucket import (
     WriteCondition,
 )
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import background_task, run_all
+from storesvc.storage.requests import background_task, retrieve_error, run_all
 from storesvc.telemetry.events import ChunksMoved, Committed, Span, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2
@@ -133,6 +133,15 @@ class _Prepared:
     writers: Sequence[report_pb2.WriterReport] = ()
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A commit that is being made."""
+
+    task: asyncio.Task[pb.CheckpointRecord]
+    calls: int = 0
+    """Calls that wait for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Received:
     """An upload and its receipts, from which its commit is decided."""
@@ -184,9 +193,11 @@ class Commits:
         self._journal = journal
         self._on_commit = on_commit
         self._clock = clock
+        self._running: dict[UploadName, _Running] = {}
 
     async def commit(self, name: UploadName, epoch: int) -> pb.CheckpointRecord:
-        """Commits an upload, and returns the record of the checkpoint.
+        """Commits an upload, and returns the record of the checkpoint. Calls for one
+        upload at the same time share one commit.
 
         Raises:
             UploadNotFoundError: The upload does not exist.
@@ -196,17 +207,59 @@ class Commits:
             ChunksIncompleteError: A chunk is missing, or several writers sent it.
             ConflictError: The slot changed at the same time.
         """
+        record = await self._uploads.known_record(name)
+        slots.check_epoch(name, record, epoch)
+        if (running := self._running.get(name)) is not None:
+            # It may have read the receipts before this call: only its success counts.
+            with suppress(StoreError):
+                return await self._share(name, running)
+        running = self._running.get(name)
+        if running is None:
+            running = _Running(asyncio.create_task(self._commit_once(name, record)))
+            running.task.add_done_callback(lambda _: self._forget(name, running))
+            self._running[name] = running
+        return await self._share(name, running)
+
+    async def _share(self, name: UploadName, running: _Running) -> pb.CheckpointRecord:
+        """Awaits a commit, and cancels it if all its calls are cancelled."""
+        running.calls += 1
+        try:
+            return await asyncio.shield(running.task)
+        finally:
+            running.calls -= 1
+            if not running.calls and not running.task.done():
+                self._forget(name, running)
+                running.task.cancel()
+                await asyncio.wait({running.task})
+
+    def _forget(self, name: UploadName, running: _Running) -> None:
+        """Lets no later call share a commit."""
+        if self._running.get(name) is running:
+            del self._running[name]
+        if running.task.done():
+            retrieve_error(running.task)
+
+    async def _commit_once(
+        self, name: UploadName, record: pb.UploadRecord
+    ) -> pb.CheckpointRecord:
         span = Span()
         # 1. If an earlier try of this call has committed, and only its reply was lost,
         #    return its record.
-        record = await self._uploads.known_record(name)
-        slots.check_epoch(name, record, epoch)
+        kept = self._receipts.kept(name, writer_count=record.writer_count)
+        if record.writer_count > 1 and kept is None:
+            #    So may the process of another writer have: the receipts of many writers
+            #    are read only if none has.
+            slot, seen = await self._uploads.slot(name, record)
+            if slot.state != slots.UPLOADING:
+                return await self._settle_record(name, slot)
+            reading = self._read_received(name, record)
+            return await self._commit(name, record, slot, seen, reading, None, span)
         #    The receipts are read at the same time, and used only if the upload owns
         #    its slot: then it has owned it since it began, because a slot that was lost
         #    never comes back, so they are the receipts of a live upload.
         async with (
             background_task(self._read_received(name, record)) as received,
-            self._early(name, record) as early,
+            self._early(name, record, kept) as early,
         ):
             slot, seen = await self._uploads.slot(name, record)
             if slot.state != slots.UPLOADING:
@@ -307,6 +360,7 @@ class Commits:
             await self._write_slot(name, record, committed, seen.generation)
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
+        self._uploads.forget_open(name)
         # A watcher reads the slot when it is notified, so never before this write.
         self._journal.notify_landed(name.run.namespace)
         publish(_event(name, committed, span))
@@ -315,7 +369,10 @@ class Commits:
 
     @asynccontextmanager
     async def _early(
-        self, name: UploadName, record: pb.UploadRecord
+        self,
+        name: UploadName,
+        record: pb.UploadRecord,
+        kept: dict[int, Receipt] | None,
     ) -> AsyncIterator["_Early | None"]:
         """Begins, on a bucket, where each request takes long, to prepare a commit while
         its slot and its receipts are read, from the receipts that this process wrote
@@ -324,7 +381,6 @@ class Commits:
         What it writes for receipts that were replaced, or for an upload that has ended,
         is named by no record, and is collected.
         """
-        kept = self._receipts.kept(name, writer_count=record.writer_count)
         if kept is None or self._bucket.has_files or not self._uploads.was_open(name):
             yield None
             return

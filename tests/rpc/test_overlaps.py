@@ -72,7 +72,8 @@ class Caller:
 
     async def finish(self) -> None:
         upload, receipts = await self.open(), self.store.receipts
-        await receipts.finish(upload, 0, sums(0, 1, 2), receipts.staged(self.name, 0))
+        staged = receipts.staged(self.name, 0, chunk_count=3)
+        await receipts.finish(upload, 0, sums(0, 1, 2), staged)
 
     async def commit(self) -> Any:
         return await self.store.commits.commit(self.name, self.epoch)
@@ -139,6 +140,8 @@ async def test_a_commit_that_another_overtook_gives_its_answer(
 ) -> None:
     store, (caller, _) = await open_callers(tmp_path)
     await caller.ready()
+    # at another server: calls to one share a commit
+    other = Caller(await Store.open(store.bucket), caller.name, caller.epoch)
     commits = store.commits
     prepare = commits._prepare
     first = True
@@ -147,7 +150,7 @@ async def test_a_commit_that_another_overtook_gives_its_answer(
         nonlocal first
         if first:
             first = False
-            await caller.commit()  # and with it the receipts are gone
+            await other.commit()  # and with it the receipts are gone
         return await prepare(*arguments)
 
     monkeypatch.setattr(commits, "_prepare", overtaken)

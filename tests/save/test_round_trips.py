@@ -199,13 +199,29 @@ async def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() 
         await begin(store, RUN, 1)
 
 
-async def test_a_commit_of_many_writers_lists_their_receipts_beside_the_slot() -> None:
+async def test_a_commit_that_another_server_has_made_reads_no_receipt() -> None:
+    async with fresh_store() as (store, bucket):
+        upload = await begin(store, RUN, 1, writer_count=2)
+        await send(store, upload, (0, 1, 2))
+        await finish(store, upload, sums(0, 1, 2))
+        await finish(store, upload, sums(), writer=1)
+        record = await store.commits.commit(UPLOAD, upload.record.epoch)
+        other = await Store.open(bucket)
+        bucket.reads.clear()
+
+        assert record == await other.commits.commit(UPLOAD, upload.record.epoch)
+        assert [PLACES.upload(UPLOAD.upload), PLACES.checkpoint(1)] == bucket.reads
+
+
+async def test_a_commit_of_many_writers_lists_their_receipts_after_the_slot() -> None:
     async with fresh_store() as (store, bucket):
         upload = await begin(store, RUN, 1, writer_count=9)
-        bucket.meet(PLACES.checkpoint(1), PLACES.receipts(UPLOAD.upload))
+        bucket.reads.clear()
 
         with pytest.raises(WriterUnfinishedError, match="9 have not finished"):
             await store.commits.commit(UPLOAD, upload.record.epoch)
+        receipts = PLACES.receipts(UPLOAD.upload)
+        assert [PLACES.checkpoint(1), receipts] == bucket.reads[:2]
 
 
 async def test_an_upload_finds_its_base_beside_the_slot() -> None:

@@ -7,7 +7,7 @@ same time whether the other server has changed it.
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,6 +109,11 @@ async def servers() -> AsyncIterator[Servers]:
         here, there = await Store.open(bucket), await Store.open(other)
         await here.runs.create(RUN)
         yield Servers(calls, here, there)
+
+
+def key_spaces(upload: OpenUpload) -> str:
+    """Returns where each full commit of an upload writes one object."""
+    return upload.places.key_space(upload.name.upload, "").removesuffix("/")
 
 
 async def commit(server: Store, upload: OpenUpload) -> pb.CheckpointRecord:
@@ -220,6 +225,79 @@ def test_a_commit_during_which_a_receipt_is_replaced_has_the_one_or_the_other(
     # Both happen, and so does a manifest that was written early and is not used.
     assert {0, 1} == {version for version, _ in found}
     assert (1, 2) in found
+
+
+# Two commits at once
+
+
+async def _commit_while_committed(at: int, *, after: bool) -> tuple[int, int] | None:
+    """Commits an upload, whose writers finished at different servers, at both of them:
+    at the second one within a call of the first one's commit.
+
+    Returns:
+        The key spaces and the announcements that were written; None if the commit makes
+        fewer calls.
+    """
+    async with servers() as two:
+        upload = await begin(two.here, RUN, 1, writer_count=2)
+        await send(two.here, upload, (0, 1))
+        await finish(two.here, upload, sums(0, 1))
+        await send(two.there, upload, (2,), writer=1)
+        await finish(two.there, upload, sums(2), writer=1)
+        others: list[pb.CheckpointRecord] = []
+
+        async def between() -> None:
+            others.append(await commit(two.there, upload))
+
+        two.calls.interrupt(at, between, after=after)
+        record = await commit(two.here, upload)
+
+        if not others:
+            return None
+        assert [record] == others
+        assert [stored(n) for n in range(3)] == await committed_chunks(
+            two.there, RUN, 1
+        )
+        assert [] == await damages(two.here, record)
+        assert record == await commit(two.there, upload)
+        spaces = await two.names(key_spaces(upload))
+        return len(spaces), len(await two.names("journal/"))
+
+
+@pytest.mark.slow
+def test_two_commits_at_once_make_one_checkpoint() -> None:
+    found = set()
+    for after in (False, True):
+        for at in itertools.count():
+            made = asyncio.run(_commit_while_committed(at, after=after))
+            if made is None:
+                break
+            found.add(made)
+
+    # One has committed before the other begins, or both write their objects.
+    assert {1, 2} == {spaces for spaces, _ in found}
+
+
+@pytest.mark.parametrize(
+    "point", [p for p in failpoints.Failpoint if p.startswith("commit.")]
+)
+async def test_another_server_makes_a_commit_that_one_has_begun(
+    point: failpoints.Failpoint,
+) -> None:
+    async with servers() as two:
+        upload = await begin(two.here, RUN, 1, writer_count=2)
+        for server, writer, chunks in ((two.here, 0, (0, 1)), (two.there, 1, (2,))):
+            await send(server, upload, chunks, writer=writer)
+            await finish(server, upload, sums(*chunks), writer=writer)
+        with failpoints.arm_points(f"{point}=raise@1"), suppress(StoreError):
+            await commit(two.here, upload)
+        assert 1 >= len(await two.names(key_spaces(upload)))
+
+        record = await commit(two.there, upload)
+
+        assert [stored(n) for n in range(3)] == await committed_chunks(two.here, RUN, 1)
+        assert [] == await damages(two.there, record)
+        assert record == await commit(two.here, upload)
 
 
 # Lost replies

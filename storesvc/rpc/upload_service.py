@@ -473,9 +473,10 @@ class UploadService:
         ref, receipts = opening.open, self._store.receipts
         name, writer = UploadName.from_resource(ref.upload), ref.writer
         # The list takes as long as the read of the slot, and needs nothing of it.
-        listing = receipts.staged(name, writer, chunk_count=opening.chunk_count)
         async with (
-            background_task(listing) as staged,
+            background_task(
+                receipts.staged(name, writer, chunk_count=opening.chunk_count)
+            ) as staged,
             self._store.uploads.opened(name, ref.epoch) as upload,
         ):
             requests.check_writer("open.writer", writer, upload.record.writer_count)
@@ -488,7 +489,9 @@ class UploadService:
                 return upload_api.FinishWriterResponse(
                     chunk_count=len(sums),
                     stored_bytes=int(places.length.sum()),
-                    unfinished_writer_count=await self._unfinished_count(upload),
+                    unfinished_writer_count=-1
+                    if opening.skip_unfinished_count
+                    else await self._unfinished_count(upload),
                 )
 
     @asynccontextmanager

@@ -67,6 +67,26 @@ class ThreadProcess:
             self._job.board.setdefault(key, text)
             self._job.changed.notify_all()
 
+    def replace(self, key: str, text: str) -> None:
+        """See ``Job.replace``."""
+        with self._job.changed:
+            self._job.board[key] = text
+            self._job.changed.notify_all()
+
+    def increment(self, key: str) -> int:
+        """See ``Job.increment``."""
+        with self._job.changed:
+            number = int(self._job.board.get(key, "0")) + 1
+            self._job.board[key] = str(number)
+            return number
+
+    def delete(self, key: str) -> None:
+        """See ``Job.delete``."""
+        with self._job.changed:
+            for each in [*self._job.board]:
+                if each == key or each.startswith(f"{key}/"):
+                    del self._job.board[each]
+
     def read(self, key: str, *, seconds: float = 0.0) -> str | None:
         """See ``Job.read``."""
         with self._job.changed:

@@ -27,7 +27,7 @@ that would be matched with later joint calls.
 import json
 import logging
 import time
-from bisect import bisect_left
+from base64 import b64encode
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -69,6 +69,15 @@ class Job(Protocol):
     def post(self, key: str, text: str) -> None:
         """Writes a text under a key, unless the key exists."""
 
+    def replace(self, key: str, text: str) -> None:
+        """Writes a text under a key, whether or not the key exists."""
+
+    def increment(self, key: str) -> int:
+        """Adds 1 to the number under a key, 0 at first, and returns it."""
+
+    def delete(self, key: str) -> None:
+        """Deletes a key and all keys below it."""
+
     def read(self, key: str, *, seconds: float = 0.0) -> str | None:
         """Waits for the text under a key and returns it; None after `seconds`."""
 
@@ -87,6 +96,10 @@ class Outcome:
     """Class name of the error."""
     asked: str = ""
     """The checkpoint requested, as shown in messages."""
+    committed: str = ""
+    """The checkpoint of a save: its message in base64."""
+    last: str = ""
+    """Name of the process of a save that finished last; "" if unknown."""
 
     def to_text(self) -> str:
         """Returns its JSON for the board."""
@@ -118,23 +131,15 @@ class JointSave:
         self._step = str(step)
         self._steps = f"storesvc/steps/{run}"
         self._board = f"storesvc/save/{name}/{ordinal(job, name)}"
+        self._has_left = False
         with suppress(StoreError):  # the step is only for messages of other processes
-            number = ordinal(job, self._steps)
-            job.post(f"{self._steps}/{job.index}/{number}", self._step)
+            job.replace(f"{self._steps}/{job.index}", self._step)
 
     def other_step(self, index: int) -> str:
         """Returns the step that another process saves or has saved last; "" if it is
         the step of this save or unknown."""
-
-        def step(number: int) -> str | None:
-            return self.job.read(f"{self._steps}/{index}/{number}")
-
         with suppress(StoreError):
-            beyond = 1
-            while step(beyond - 1) is not None:
-                beyond *= 2
-            saves = bisect_left(range(beyond), 1, key=lambda n: step(n) is None)
-            last = step(saves - 1)
+            last = self.job.read(f"{self._steps}/{index}")
             return "" if last in (None, self._step) else str(last)
         return ""
 
@@ -161,18 +166,31 @@ class JointSave:
         place = "all-items" if index is None else f"items/{index}"
         return self.job.read(f"{self._board}/{place}", seconds=seconds)
 
-    def end(self, upload: str) -> None:
-        """Publishes that an upload was committed."""
-        self.job.post(f"{self._board}/ended", Outcome(name=upload).to_text())
+    def finish(self) -> bool:
+        """Counts that this process has finished; returns True in the last one."""
+        return self.job.increment(f"{self._board}/finished") == self.job.count
 
-    def publish_last(self) -> None:
-        """Publishes that this process was the last to finish."""
-        name = process_name(self.job, self.job.index)
-        self.job.post(f"{self._board}/last", name)
+    def claim_commit(self, turn: int) -> bool:
+        """Returns whether this process is the first that claims to commit in a turn."""
+        key, own = f"{self._board}/committer/{turn}", str(self.job.index)
+        self.job.post(key, own)
+        return self.job.read(key) == own
 
-    def last(self, *, seconds: float) -> str:
-        """Waits for the name of the process that finished last; "" after `seconds`."""
-        return self.job.read(f"{self._board}/last", seconds=seconds) or ""
+    def end(self, upload: str, committed: bytes, *, last: str) -> None:
+        """Publishes the checkpoint of an upload, as a serialised message, and the name
+        of the process that finished last."""
+        text = b64encode(committed).decode()
+        outcome = Outcome(name=upload, committed=text, last=last)
+        self.job.post(f"{self._board}/ended", outcome.to_text())
+
+    def leave(self) -> None:
+        """Declares that this process reads nothing of this save any more; once all have
+        left it, it is deleted from the board."""
+        with suppress(StoreError):
+            if not self._has_left:
+                self._has_left = True
+                if self.job.increment(f"{self._board}/left") == self.job.count:
+                    self.job.delete(self._board)
 
     def fail(self, error: BaseException) -> None:
         """Publishes the error of this process."""
@@ -183,6 +201,7 @@ class JointSave:
             self.job.post(f"{self._board}/ended", outcome)
             if self.job.index == 0:
                 self.job.post(f"{self._board}/begun", outcome)
+        self.leave()
 
     def ended(self, *, seconds: float = 0.0) -> Outcome | None:
         """Waits for the outcome of the save; None after `seconds`."""

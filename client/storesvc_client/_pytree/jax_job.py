@@ -81,6 +81,27 @@ class _JaxJob:
             if "ALREADY_EXISTS" not in str(e):
                 raise _unreachable(e) from e
 
+    def replace(self, key: str, text: str) -> None:
+        """See ``Job.replace``."""
+        try:
+            self._board.key_value_set(key, text, allow_overwrite=True)
+        except JaxRuntimeError as e:
+            raise _unreachable(e) from e
+
+    def increment(self, key: str) -> int:
+        """See ``Job.increment``."""
+        try:
+            return int(self._board.key_value_increment(key, 1))
+        except JaxRuntimeError as e:
+            raise _unreachable(e) from e
+
+    def delete(self, key: str) -> None:
+        """See ``Job.delete``."""
+        try:
+            self._board.key_value_delete(key)
+        except JaxRuntimeError as e:
+            raise _unreachable(e) from e
+
     def read(self, key: str, *, seconds: float = 0.0) -> str | None:
         """See ``Job.read``."""
         end = time.monotonic() + seconds

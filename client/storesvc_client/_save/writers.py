@@ -4,7 +4,12 @@ A process that saves alone is the only writer of its upload. The processes of a 
 share one: process 0 begins the upload and publishes its name; the others join it, each
 with its own plan of the same tree. Each process then writes its own chunks and finishes
 its writer without waiting for the others; only the result of the save waits for all.
-Each process requests the commit, and the first request after the last finish commits.
+
+One process commits: the one that finishes last, as they count on the board of the job.
+It publishes the checkpoint there. The others wait for that, and look at the upload in
+turn, so that a large job does not ask for its state more often than a small one. If all
+have finished and the commit is late, because its process has died, one of them claims
+the next turn on the board and commits; and so on.
 
 A process that fails publishes its error, and the other saves raise it. A process that
 dies publishes nothing: the others wait until the lease expires, then raise an error
@@ -16,6 +21,7 @@ import logging
 import os
 import time
 import uuid
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -47,10 +53,12 @@ from storesvc_client.errors import (
     AlreadyExistsError,
     ConflictError,
     PeerFailedError,
+    PreconditionError,
     StoreError,
     UnavailableError,
     translate_rpc_errors,
 )
+from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 
@@ -223,13 +231,18 @@ class Writer:
         Raises:
             StoreError: As the contract states for CommitUpload.
         """
+        return Checkpoint.from_message(self._commit(ref))
+
+    def _commit(self, ref: api.WriterRef) -> checkpoint_api.Checkpoint:
         request = api.CommitUploadRequest(name=ref.upload, epoch=ref.epoch)
         timeout = self._connection.timeout
         for attempt in self._connection.attempts("CommitUpload"):
-            with attempt, self._meter.phase("commit"):
-                with translate_rpc_errors(self._connection.address):
-                    committed = self._stub.CommitUpload(request, timeout=timeout)
-                return Checkpoint.from_message(committed.checkpoint)
+            with (
+                attempt,
+                self._meter.phase("commit"),
+                translate_rpc_errors(self._connection.address),
+            ):
+                return self._stub.CommitUpload(request, timeout=timeout).checkpoint
         raise AssertionError
 
     def fail(self, error: BaseException) -> None:
@@ -293,20 +306,21 @@ class Writer:
         upload: api.Upload = response.upload
         return upload
 
-    def _finish(
-        self, ref: api.WriterRef, sums: Sums, report: WriterReport
-    ) -> api.FinishWriterResponse:
+    def _finish(self, ref: api.WriterRef, sums: Sums, report: WriterReport) -> None:
         message = replace(report, owner=_owner()).to_message()
 
         def requests() -> Iterator[api.FinishWriterRequest]:
             yield api.FinishWriterRequest(
-                open=ref, chunk_count=len(sums), report=message
+                open=ref,
+                chunk_count=len(sums),
+                report=message,
+                skip_unfinished_count=True,  # processes of a job count on its board
             )
             for part in pack_sums(sums):
                 yield api.FinishWriterRequest(chunks=part)
 
         with translate_rpc_errors(self._connection.address):
-            return self._stub.FinishWriter(requests(), timeout=self._connection.timeout)
+            self._stub.FinishWriter(requests(), timeout=self._connection.timeout)
 
 
 def _owner() -> str:
@@ -318,17 +332,17 @@ def _owner() -> str:
 
 
 POLL_SECONDS: Final = 5.0
-"""Interval between requests for the state of the upload; failures published by other
-processes arrive sooner."""
+"""Shortest interval at which a process asks for the state of the upload; what other
+processes publish arrives sooner. All processes together ask twice in that time."""
+
+LATE_SECONDS: Final = 10.0
+"""Time for a commit before another process makes it; doubles with each turn."""
 
 MIN_POLL_SECONDS: Final = 0.1
 """Shortest such interval."""
 
 LOG_SECONDS: Final = 10.0
 """Seconds before a wait is logged; doubles with each log line."""
-
-LAST_SECONDS: Final = 1.0
-"""Maximum wait for the name of the process that finished last."""
 
 HEARTBEAT_SECONDS: Final = 100.0
 """Seconds that jax waits for the heartbeat of a process before it aborts all others,
@@ -355,8 +369,10 @@ class JointWriter(Writer):
         self._joint = joint
         self.index = joint.job.index
         self.writer_count = joint.job.count
-        self._unfinished = joint.job.count
-        """Processes not known to have finished."""
+        self._is_last = False
+        """True if this process finished last."""
+        self._turn = 0
+        """Turns to commit that were claimed, as far as this process knows."""
 
     def begin(self) -> api.Upload:
         """Begins the upload in process 0, joins it in the others, and returns it.
@@ -419,16 +435,14 @@ class JointWriter(Writer):
         for attempt in self._connection.attempts("FinishWriter"):
             with attempt, self._meter.phase("finish"):
                 try:
-                    answer = self._finish(ref, sums, report)
+                    self._finish(ref, sums, report)
                 except AlreadyExistsError:
                     # The response to an earlier attempt was lost, and others committed.
                     if self._get_upload(ref.upload).state != api.Upload.STATE_COMMITTED:
                         raise
                     return
-                self._unfinished = answer.unfinished_writer_count
-        if not self._unfinished:
-            with suppress(StoreError):  # needed only for the report
-                self._joint.publish_last()
+        with suppress(StoreError):  # else the others find out by the store
+            self._is_last = self._joint.finish()
 
     def commit(self, ref: api.WriterRef) -> Checkpoint:
         """Waits for all processes to finish, then returns the committed checkpoint.
@@ -439,18 +453,52 @@ class JointWriter(Writer):
             UnavailableError: No process made progress for one lease; the message names
                 those that have not finished.
         """
-        # 1. Wait for all writers: the store rejects a commit without one of them.
-        if self._unfinished:
-            with self._meter.phase("await others"):
-                self._await_all(ref)
-        # 2. Request the commit in each process: the one that finished last may have
-        # died. The first request commits, the others return the same checkpoint.
-        checkpoint = super().commit(ref)
-        # 3. Notify the others, so that they end their wait before their next poll.
+        try:
+            while True:
+                if not (self._is_last and self._claim_turn()):
+                    with self._meter.phase("await others"):
+                        outcome = self._await_commit(ref)
+                    if outcome is not None:
+                        return self._parse_checkpoint(outcome)
+                try:
+                    return self._commit_for_all(ref)
+                except PreconditionError as e:
+                    if e.reason != "WRITER_UNFINISHED":
+                        raise
+                    self._is_last = False  # the board has counted a process twice
+        finally:
+            self._joint.leave()
+
+    def _parse_checkpoint(self, outcome: Outcome) -> Checkpoint:
+        """Returns the checkpoint that another process has committed."""
+        self.last_process = outcome.last
+        message = checkpoint_api.Checkpoint.FromString(b64decode(outcome.committed))
+        return Checkpoint.from_message(message)
+
+    def _commit_for_all(self, ref: api.WriterRef) -> Checkpoint:
+        """Commits the upload, and publishes the checkpoint, or why there is none."""
+        try:
+            committed = self._commit(ref)
+        except UnavailableError:  # not to this process: another one takes its turn
+            raise
+        except StoreError as e:
+            if e.reason != "WRITER_UNFINISHED":
+                self._joint.fail(e)
+            raise
         with suppress(StoreError):  # committed, even if others cannot be notified
-            self._joint.end(ref.upload)
-            self.last_process = self._joint.last(seconds=LAST_SECONDS)
-        return checkpoint
+            last = self._name(self.index) if self._is_last else ""
+            self._joint.end(ref.upload, committed.SerializeToString(), last=last)
+            self.last_process = last
+        return Checkpoint.from_message(committed)
+
+    def _claim_turn(self) -> bool:
+        """Returns whether this process is the one to commit in the next turn."""
+        try:
+            is_own = self._joint.claim_commit(self._turn)
+        except UnavailableError:  # no process can claim it: each commits when it looks
+            return True
+        self._turn += 1
+        return is_own
 
     def fail(self, error: BaseException) -> None:
         """Publishes to the other processes why this one failed."""
@@ -475,27 +523,36 @@ class JointWriter(Writer):
         self._check(outcome)
         return outcome.name
 
-    def _await_all(self, ref: api.WriterRef) -> None:
-        """Waits until all processes have finished."""
+    def _await_commit(self, ref: api.WriterRef) -> Outcome | None:
+        """Waits for the commit of another process, and returns its outcome; None if it
+        is this one's turn to request the commit."""
         lease = self.described.lease.total_seconds()
         last, since = None, self._meter.clock()
         begun, log_seconds = since, LOG_SECONDS
-        seconds = 0.0
+        # The processes look at the upload in turn.
+        most = max(POLL_SECONDS, self.writer_count * POLL_SECONDS / 2)
+        interval = min(most, lease / 4)
+        share = (self.index + 1) / self.writer_count
+        seconds = max(min(POLL_SECONDS, interval), share * interval)
         while True:
-            outcome = self._read_outcome(seconds=seconds)
+            outcome = self._read_outcome(seconds=max(MIN_POLL_SECONDS, seconds))
             if outcome is not None:
                 self._check(outcome)
-                return
+                return outcome
             upload = self._get_upload(ref.upload)
-            if upload.state == api.Upload.STATE_COMMITTED or (
-                upload.finished_writer_count == self.writer_count
-            ):  # the process that finished last may have died before its commit
-                return
+            if upload.state == api.Upload.STATE_COMMITTED:
+                return None  # the process that committed it could not publish it
             if upload.state == api.Upload.STATE_ENDED:
                 raise ConflictError(
                     f"save of {self.described}: its upload was aborted, or its step "
                     f"taken over, before {self._missing(last)} had finished; save again"
                 )
+            if upload.finished_writer_count == self.writer_count:
+                # the process that finished last may have died before its commit
+                if self._claim_turn():
+                    return None
+                seconds = LATE_SECONDS * 2 ** (self._turn - 1)
+                continue
             waited = self._meter.clock() - begun
             if waited >= log_seconds:
                 _log.warning(
@@ -513,8 +570,7 @@ class JointWriter(Writer):
                     "them and save the step again in all processes, which resumes "
                     "this save"
                 )
-            left = since + lease - self._meter.clock()
-            seconds = max(MIN_POLL_SECONDS, min(POLL_SECONDS, lease / 4, left))
+            seconds = min(interval, since + lease - self._meter.clock())
 
     def _read_outcome(self, *, seconds: float = 0.0) -> Outcome | None:
         """Returns the published outcome of the save; None if there is none in time.

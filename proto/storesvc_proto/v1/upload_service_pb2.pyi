@@ -514,8 +514,13 @@ class FinishWriterRequest(google.protobuf.message.Message):
     CHUNKS_FIELD_NUMBER: builtins.int
     CHUNK_COUNT_FIELD_NUMBER: builtins.int
     REPORT_FIELD_NUMBER: builtins.int
+    SKIP_UNFINISHED_COUNT_FIELD_NUMBER: builtins.int
     chunk_count: builtins.int
     """Number of rows of all parts. In the first message, as in BeginUpload."""
+    skip_unfinished_count: builtins.bool
+    """Whether the response need not count the unfinished writers, for which the server
+    lists all receipts. In the first message only.
+    """
     @property
     def open(self) -> Global___WriterRef:
         """In the first message only."""
@@ -537,9 +542,10 @@ class FinishWriterRequest(google.protobuf.message.Message):
         chunks: storesvc_proto.v1.tree_pb2.ChunkTable | None = ...,
         chunk_count: builtins.int = ...,
         report: storesvc_proto.v1.report_pb2.WriterReport | None = ...,
+        skip_unfinished_count: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chunks", b"chunks", "open", b"open", "part", b"part", "report", b"report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "chunks", b"chunks", "open", b"open", "part", b"part", "report", b"report"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "chunks", b"chunks", "open", b"open", "part", b"part", "report", b"report", "skip_unfinished_count", b"skip_unfinished_count"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["open", "chunks"] | None: ...
 
 Global___FinishWriterRequest: typing_extensions.TypeAlias = FinishWriterRequest
@@ -558,7 +564,10 @@ class FinishWriterResponse(google.protobuf.message.Message):
     stored_bytes: builtins.int
     """Bytes of those chunks as stored."""
     unfinished_writer_count: builtins.int
-    """Number of unfinished writers; 0: the upload can be committed."""
+    """Number of unfinished writers; 0: the upload can be committed. -1: not counted,
+    as the request
+    has `skip_unfinished_count`.
+    """
     def __init__(
         self,
         *,

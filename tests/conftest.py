@@ -41,6 +41,7 @@ from hypothesis import settings
 
 import storesvc_client as store
 from storesvc.format.names import RunName
+from storesvc.storage import requests
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.fake_gcs import FakeGcs
@@ -215,6 +216,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("emulated"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def open_windows() -> None:
+    """Has each test begin with buckets that have rejected nothing yet: the emulator is
+    the same for all."""
+    requests._windows.clear()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ raises builtin exceptions; their message begins with the status code.
 
 import errno
 import os
-import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Generator
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from storesvc.errors import (
 from storesvc.format import layout
 from storesvc.storage.location import Storage
 from storesvc.storage.rooted_files import HOW_TO_FREE_SPACE, IrregularFileError
+from storesvc.storage.throttle import ended_early
 
 Generation = NewType("Generation", bytes)
 """Version of an object, as its last write made it; opaque."""
@@ -215,12 +215,6 @@ _DAMAGE: Final = (
 )
 """Beginnings of messages about damaged or missing bytes."""
 
-_UNSATISFIED: Final = re.compile(
-    r"OUT_OF_RANGE: Requested byte range \[\d+, (\d+)\) .* total size (\d+)"
-)
-"""Message about a range, with its end and the size of the object. If the object has all
-of it, the response ended early: its stream broke."""
-
 _READ_ONLY: Final = "Read-only file system"
 """Message of TensorStore for EROFS."""
 
@@ -297,8 +291,7 @@ def _error(storage: Storage, path: str, text: str) -> StoreError:
         if is_unauthenticated(text):
             return unauthenticated_error(storage, path, why)
         return denied_error(storage, path, why)
-    broken = _UNSATISFIED.match(text)
-    if broken is not None and int(broken[1]) <= int(broken[2]):
+    if ended_early(text):
         return failure_error(storage, path, "a response ended early")
     if text.startswith(_DAMAGE):
         return CorruptDataError(

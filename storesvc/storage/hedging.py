@@ -6,9 +6,11 @@ hedged: a second request is sent, and the first response counts. An overloaded s
 is slow with all requests; a token bucket keeps hedges to a small share of the requests,
 and a read that finds it empty waits.
 
-At its deadline all requests of a read are abandoned, and it is retried; after a number
-of attempts the read fails. The deadline grows with the bytes in flight: on a slow
-network many concurrent reads take long together, and none of them has stalled.
+At its deadline a read is retried. Its first request stays in flight, because it may be
+slow and not stalled; others are abandoned. The deadline doubles with each attempt, and
+after a number of attempts the read fails. It grows with the bytes in flight: on a slow
+network many concurrent reads take long together, and none of them has stalled. Once a
+response has shown how slow the network is, the deadlines follow that.
 
 The same holds for writes of objects with a single writer, which may be written twice,
 and for conditional changes, of which only the first can take effect.
@@ -23,7 +25,7 @@ Example:
     >>> read = reads.begin(1 << 20, now=0)
     >>> read.due
     2.0
-    >>> read.step(now=2), read.step(now=11), read.step(now=22)
+    >>> read.step(now=2), read.step(now=11), read.step(now=31)
     (<Step.HEDGE: 1>, <Step.RETRY: 2>, <Step.FAIL: 3>)
     >>> throttle = LogThrottle()
     >>> [throttle.admits("late", now=now) for now in (0, 9, 10, 11)]
@@ -80,6 +82,9 @@ HEDGE_SHARE: Final = 0.05
 HEDGE_BURST: Final = 4.0
 """Capacity of the token bucket, which is also its first filling."""
 
+MOST_SLOWER: Final = 64.0
+"""Maximum factor by which a network is taken for slower than assumed."""
+
 _UNIT: Final = 1 << 20
 
 
@@ -89,11 +94,13 @@ class Step(Enum):
     HEDGE = 1
     """Send a second request; keep the first."""
     RETRY = 2
-    """Abandon all requests, and send another."""
+    """Abandon all requests but those that are kept, and send another."""
     FAIL = 3
     """Abandon the read."""
     WAIT = 4
     """Do nothing until it is due again."""
+    SEND = 5
+    """Send the request that was postponed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +112,15 @@ class Limits:
     unknown_seconds: float = 2.0
     """Latency of a slow read while the quantile is unknown."""
     answer_seconds: float = 15.0
-    """Deadline of one attempt, before the time for the bytes in flight."""
+    """Deadline of the first attempt, before the time for the bytes in flight; that of
+    each other one is twice as long as of the one before."""
     least_bytes_per_second: float = 8 << 20
-    """Throughput by which the bytes of all reads in flight extend the deadline."""
+    """Throughput by which the bytes of all reads in flight extend the deadline, unless
+    a lower one was measured."""
     tries: int = 3
     """Maximum attempts of a read."""
+    kept: int = 1
+    """Requests, the oldest, that a retry does not abandon."""
 
 
 READS: Final = Limits()
@@ -120,18 +131,23 @@ WRITES: Final = Limits(
     # saves.
     unknown_seconds=math.inf,
     answer_seconds=30.0,
-    least_bytes_per_second=4 << 20,
-    tries=3,
+    least_bytes_per_second=2 << 20,
+    tries=4,
 )
 
-CHANGES: Final = Limits(floor_seconds=1.0, answer_seconds=10.0, tries=6)
+CHANGES: Final = Limits(
+    floor_seconds=1.0,
+    answer_seconds=10.0,
+    # The first request may have made the change, whose retry is a conflict.
+    kept=0,
+)
 
 
 class Hedging:
     """The latencies and the token bucket of one storage's reads, or writes."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._lock = threading.Lock()
         self._recent: defaultdict[int, deque[float]] = defaultdict(
             lambda: deque(maxlen=RECENT)
@@ -140,6 +156,7 @@ class Hedging:
         self._tokens = HEDGE_BURST
         self._bytes = 0
         """Bytes of all reads in flight."""
+        self._bytes_per_second = limits.least_bytes_per_second
 
     def begin(self, size_bytes: int, *, now: float) -> "CallSchedule":
         """Returns the schedule of a read whose first request is sent now."""
@@ -151,22 +168,22 @@ class Hedging:
     def slow_seconds(self, size_bytes: int) -> float:
         """Returns the latency above which a read of a size is slow."""
         with self._lock:
-            took = sorted(self._recent[_size_class(size_bytes)])
+            took = sorted(self._recent[size_class(size_bytes)])
         if len(took) < LEAST_RECENT:
-            return max(self._limits.unknown_seconds, self._limits.floor_seconds)
+            return max(self.limits.unknown_seconds, self.limits.floor_seconds)
         usual = took[math.ceil(QUANTILE * len(took)) - 1]
-        return max(SLOW * usual, self._limits.floor_seconds)
+        return max(SLOW * usual, self.limits.floor_seconds)
 
     @property
     def deadline_seconds(self) -> float:
         """Deadline of an attempt that begins now."""
-        allowed = self._bytes / self._limits.least_bytes_per_second
-        return self._limits.answer_seconds + allowed
+        allowed = self._bytes / self._bytes_per_second
+        return self.limits.answer_seconds + allowed
 
     @property
     def tries(self) -> int:
         """Maximum attempts of a read."""
-        return self._limits.tries
+        return self.limits.tries
 
     def spend(self) -> bool:
         """Takes the token of one hedge; returns False where none is left."""
@@ -184,9 +201,15 @@ class Hedging:
             seconds: Its latency; None if it got no response.
         """
         with self._lock:
+            if seconds is not None:
+                least = self.limits.least_bytes_per_second
+                if seconds >= self.limits.answer_seconds:
+                    measured = self._bytes / SLOW / seconds
+                    least = min(least, max(measured, least / MOST_SLOWER))
+                self._bytes_per_second = least
             self._bytes -= size_bytes
             if seconds is not None:
-                self._recent[_size_class(size_bytes)].append(seconds)
+                self._recent[size_class(size_bytes)].append(seconds)
 
 
 class CallSchedule:
@@ -194,10 +217,11 @@ class CallSchedule:
 
     def __init__(self, reads: Hedging, size_bytes: int, now: float) -> None:
         self._reads = reads
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self.began = now
         self._tries = 0
-        self._asked_at = self._slow_at = self._late_at = now
+        self._is_postponed = False
+        self._sent_at = self._asked_at = self._slow_at = self._late_at = now
         self._ask(now)
 
     @property
@@ -205,13 +229,24 @@ class CallSchedule:
         """Time of the next step, unless a response comes first."""
         return min(self._slow_at, self._late_at)
 
+    @property
+    def kept(self) -> int:
+        """Requests, the oldest, that a retry does not abandon."""
+        return self._reads.limits.kept
+
     def step(self, *, now: float) -> Step:
         """Returns the action to take now."""
+        if self._is_postponed:
+            if now < self._late_at:
+                return Step.WAIT
+            self._is_postponed = False
+            self._tries -= 1
+            self._ask(now)
+            self._sent_at = now
+            return Step.SEND
         # Reads that began after the attempt extend its deadline, too.
         if now >= self._late_at:
-            self._late_at = max(
-                self._late_at, self._asked_at + self._reads.deadline_seconds
-            )
+            self._late_at = max(self._late_at, self._deadline())
         if now >= self._late_at:
             if self._tries >= self._reads.tries:
                 return Step.FAIL
@@ -227,21 +262,31 @@ class CallSchedule:
         self._slow_at = now + (now - self._asked_at)
         return Step.WAIT
 
+    def postpone(self, seconds: float, *, now: float) -> None:
+        """Postpones the request of this attempt, whose deadline begins when it is
+        sent."""
+        self._is_postponed = True
+        self._slow_at, self._late_at = math.inf, now + seconds
+
     def record_answer(self, *, now: float) -> None:
         """Records the response."""
-        self._reads.end(self._size_bytes, now - self._asked_at)
+        self._reads.end(self.size_bytes, now - self._sent_at)
 
     def record_abandonment(self) -> None:
         """Records that the caller no longer waits for a response."""
-        self._reads.end(self._size_bytes, None)
+        self._reads.end(self.size_bytes, None)
 
     def _ask(self, now: float) -> None:
         self._tries += 1
         self._asked_at = now
-        self._slow_at = now + self._reads.slow_seconds(self._size_bytes)
-        self._late_at = now + self._reads.deadline_seconds
+        self._slow_at = now + self._reads.slow_seconds(self.size_bytes)
+        self._late_at = self._deadline()
+
+    def _deadline(self) -> float:
+        seconds = self._reads.deadline_seconds * 2.0 ** (self._tries - 1)
+        return self._asked_at + seconds
 
 
-def _size_class(size_bytes: int) -> int:
+def size_class(size_bytes: int) -> int:
     """Returns the number of binary digits of a size in whole MiB."""
     return (size_bytes // _UNIT).bit_length()

@@ -18,18 +18,14 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from storesvc.errors import InvalidFieldError
 
 CONCURRENCY: Final = 128
-"""Default of concurrent requests to a bucket. TensorStore's own 32 leave most of a
-bucket idle: one request transfers some 50 MB/s on any network."""
+"""Default of the maximum of concurrent requests to a bucket. TensorStore's own 32 leave
+most of a bucket idle: one request transfers some 50 MB/s on any network."""
 
 MAX_CONCURRENCY: Final = 4096
 
-RETRIES: Final[dict[str, Any]] = {
-    "max_retries": 6,
-    "initial_delay": "100ms",
-    "max_delay": "3s",
-}
-"""Retries of a transient error within one request, with exponential backoff and jitter.
-TensorStore's own 32 retries outlast every deadline."""
+NO_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 0}
+"""Retries of a transient error by TensorStore: they would multiply the requests that
+`throttle` admits."""
 
 JSON_DRIVER: Final = "gcs"
 GRPC_DRIVER: Final = "gcs_grpc"
@@ -237,7 +233,7 @@ def _gcs(root: str, url: SplitResult) -> Storage:
         endpoint=_endpoint(root, options),
         context={
             "gcs_request_concurrency": {"limit": _concurrency(root, options)},
-            "gcs_request_retries": dict(RETRIES),
+            "gcs_request_retries": NO_RETRIES,
         },
     )
 
@@ -258,7 +254,7 @@ def _s3(root: str, url: SplitResult) -> Storage:
         endpoint=endpoint,
         context={
             "s3_request_concurrency": {"limit": _concurrency(root, options)},
-            "s3_request_retries": dict(RETRIES),
+            "s3_request_retries": NO_RETRIES,
         },
     )
 

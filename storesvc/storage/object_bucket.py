@@ -6,7 +6,14 @@ that may be repeated are hedged and retried; see `hedging.py`.
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import starmap
@@ -44,6 +51,8 @@ from storesvc.storage.requests import (
     await_future,
     gather_each,
     run_all,
+    send,
+    shared_window,
 )
 from storesvc.telemetry.events import (
     Operation,
@@ -88,10 +97,17 @@ class MemoryBackend:
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
         data = await asyncio.to_thread(b"".join, parts)
         await self._writes.answer(
-            lambda: await_future(self._root.write(path, data)),
+            lambda: self._send(
+                lambda: await_future(self._root.write(path, data)), len(data)
+            ),
             size_bytes=len(data),
             name=self._storage.describe(path),
         )
+
+    async def _send(self, ask: Callable[[], Awaitable[T]], size_bytes: int = 0) -> T:
+        """Sends one request."""
+        del size_bytes
+        return await ask()
 
     async def create(self, path: str) -> NewObject:
         return NewObject(path, None, self._storage)
@@ -139,17 +155,23 @@ class RemoteBackend(MemoryBackend):
         super().__init__(opened)
         self._reads = HedgedSender(hedging.READS, "read")
         self._changes = HedgedSender(hedging.CHANGES, "change")
+        self._window = shared_window(opened.storage)
+
+    async def _send(self, ask: Callable[[], Awaitable[T]], size_bytes: int = 0) -> T:
+        return await send(self._window, ask, size_bytes=size_bytes)
 
     async def read(self, path: str) -> Stored | None:
         return await self._reads.answer(
-            partial(kvstore.read, self._root, path),
+            lambda: self._send(partial(kvstore.read, self._root, path)),
             size_bytes=0,
             name=self._storage.describe(path),
         )
 
     async def read_range(self, path: str, start: int, stop: int) -> bytes:
         data = await self._reads.answer(
-            partial(kvstore.read_range, self._root, path, start, stop),
+            lambda: self._send(
+                partial(kvstore.read_range, self._root, path, start, stop), stop - start
+            ),
             size_bytes=stop - start,
             name=self._storage.describe(path),
         )
@@ -158,8 +180,12 @@ class RemoteBackend(MemoryBackend):
     async def write(
         self, path: str, data: bytes | None, condition: WriteCondition
     ) -> Generation:
-        ask = partial(kvstore.write, self._root, path, data, condition)
         size_bytes = len(data or b"")
+        ask = partial(
+            self._send,
+            partial(kvstore.write, self._root, path, data, condition),
+            size_bytes,
+        )
         # 1. A creation, or a write without a condition, is sent once: a late duplicate
         #    would restore what was deleted in the meantime.
         if isinstance(condition, Condition):
@@ -195,8 +221,8 @@ class RemoteBackend(MemoryBackend):
 
     async def _names(self, prefix: str, after: str, limit: int | None) -> list[str]:
         del limit
-        listing = kvstore.names(self._root, prefix, after)
-        return await answer(self._storage, listing)
+        listing = partial(kvstore.names, self._root, prefix, after)
+        return await answer(self._storage, self._send(listing))
 
 
 class GcsBackend(RemoteBackend):
@@ -205,6 +231,11 @@ class GcsBackend(RemoteBackend):
     def __init__(self, opened: OpenedStorage, lists: GcsLists) -> None:
         super().__init__(opened)
         self._lists = lists
+
+    async def _send(self, ask: Callable[[], Awaitable[T]], size_bytes: int = 0) -> T:
+        if self._window.is_rejecting:  # only Google's client shows ``Retry-After``
+            await self._lists.first_names(1)
+        return await super()._send(ask, size_bytes)
 
     async def first_names(self, limit: int) -> list[str]:
         return await self._lists.first_names(limit)

@@ -25,9 +25,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from http import HTTPStatus
 from itertools import chain, islice
 from pathlib import Path
@@ -45,7 +46,12 @@ from storesvc.storage.bucket import (
     unauthenticated_error,
 )
 from storesvc.storage.location import GRPC_DRIVER, Storage, shows_plaintext
-from storesvc.storage.requests import answer, run_in_daemon_thread
+from storesvc.storage.requests import (
+    answer,
+    run_in_daemon_thread,
+    send,
+    shared_window,
+)
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -255,9 +261,6 @@ SEARCH_SECONDS: Final = 5.0
 """Maximum time for a response of a metadata server. An absent one can look like a slow
 one."""
 
-RETRY_SECONDS: Final = 30.0
-"""Deadline for the retries of one page."""
-
 TIMEOUT_SECONDS: Final = (10.0, 20.0)
 """Timeouts of one attempt: to connect, and between bytes of the response."""
 
@@ -334,32 +337,35 @@ class GcsLists:
                 raise
             raise no_bucket(self._storage) from e
 
-    async def _page(self, pages: Any, prefix: str) -> dict[str, int]:
+    async def _page(self, pages: "_Pages", prefix: str) -> dict[str, int]:
         """The names and sizes of the next page; empty after the last one."""
-        asked = run_in_daemon_thread(self._next, pages, prefix)
-        return await answer(self._storage, asked)
+        ask = partial(run_in_daemon_thread, self._next, pages, prefix)
+        return await answer(self._storage, send(shared_window(self._storage), ask))
 
-    def _pages(self, prefix: str, after: str, at_most: int | None = None) -> Any:
-        """An iterator of the pages of a list; each step sends one request."""
+    def _pages(self, prefix: str, after: str, at_most: int | None = None) -> "_Pages":
+        """The pages of a list; each step sends one request."""
         from google.cloud.storage.retry import DEFAULT_RETRY
 
-        return self._bucket.list_blobs(
-            prefix=f"{self._path}{prefix}",
-            start_offset=f"{self._path}{after}\0" if after else None,
-            max_results=at_most,
-            fields="items(name,size),nextPageToken",
-            timeout=TIMEOUT_SECONDS,
-            retry=DEFAULT_RETRY.with_timeout(RETRY_SECONDS),
-        ).pages
+        return _Pages(
+            partial(
+                self._bucket.list_blobs,
+                prefix=f"{self._path}{prefix}",
+                start_offset=f"{self._path}{after}\0" if after else None,
+                fields="items(name,size),nextPageToken",
+                timeout=TIMEOUT_SECONDS,
+                retry=DEFAULT_RETRY.with_timeout(0.0),  # marks transient errors
+            ),
+            at_most,
+        )
 
-    def _next(self, pages: Any, prefix: str) -> dict[str, int]:
+    def _next(self, pages: "_Pages", prefix: str) -> dict[str, int]:
         from google.api_core.exceptions import GoogleAPIError
         from google.auth.exceptions import GoogleAuthError
         from requests.exceptions import RequestException
 
         try:
             # An empty page need not be the last one.
-            for number, page in enumerate(pages):
+            for number, page in enumerate(iter(pages.step, None)):
                 if found := {
                     blob.name.removeprefix(self._path): blob.size or 0 for blob in page
                 }:
@@ -369,6 +375,27 @@ class GcsLists:
         except (GoogleAPIError, GoogleAuthError, RequestException) as e:
             raise _list_error(self._storage, prefix, e) from e
         return {}
+
+
+class _Pages:
+    """A position in a list. A step that failed may be repeated, unlike that of an
+    iterator of Google's client, which would end."""
+
+    def __init__(self, begin: Callable[..., Any], at_most: int | None) -> None:
+        self._begin = begin
+        self._left = at_most
+        self._token: str | None = ""
+
+    def step(self) -> Any:
+        """Returns the next page; None after the last one."""
+        if self._token is None or self._left == 0:
+            return None
+        rest = self._begin(page_token=self._token or None, max_results=self._left)
+        page = next(rest.pages, None)
+        self._token = rest.next_page_token
+        if self._left is not None and page is not None:
+            self._left -= page.num_items
+        return page
 
 
 def make_bucket(storage: Storage) -> "Bucket":

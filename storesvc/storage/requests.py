@@ -7,6 +7,7 @@ the process or of a cancelled caller.
 
 import asyncio
 import logging
+import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -15,6 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, asser
 
 from storesvc.storage.hedging import CallSchedule, Hedging, Limits, LogThrottle, Step
 from storesvc.storage.location import Storage
+from storesvc.storage.throttle import (
+    FIRST_PAUSE_SECONDS,
+    Outcome,
+    Window,
+    classify,
+)
 from storesvc.telemetry.events import Retried, Stalled, publish
 
 if TYPE_CHECKING:
@@ -193,6 +200,74 @@ async def run_in_daemon_thread(
     return await waiting.pop()
 
 
+SEND_SECONDS: Final = 10.0
+"""Time for which a request is repeated after transient errors. Calls of clients that
+last longer are repeated by these."""
+
+_windows: dict[tuple[object, ...], Window] = {}
+
+
+def shared_window(storage: Storage) -> Window:
+    """Returns the window of a bucket, which all transfers of this process share."""
+    spec, ceiling = storage.spec, storage.concurrency
+    key = (spec["driver"], spec.get("bucket"), storage.endpoint, ceiling)
+    return _windows.setdefault(key, Window(ceiling))
+
+
+async def send(
+    window: Window, ask: Callable[[], Awaitable[T]], *, size_bytes: int = 0
+) -> T:
+    """Sends a request when the window of its bucket admits it, and again after
+    transient errors.
+
+    Raises:
+        RuntimeError: The storage rejects all requests.
+        Exception: The error of the last attempt.
+    """
+    clock = asyncio.get_running_loop().time
+    until, pause = clock() + SEND_SECONDS, FIRST_PAUSE_SECONDS
+    while True:
+        while wait := window.admit(now=clock()):
+            if window.is_rejecting and clock() + wait > until:
+                raise RuntimeError("it rejects requests because of load")
+            await asyncio.sleep(add_jitter(wait))
+        began, outcome, asked = clock(), Outcome.DROPPED, 0.0
+        try:
+            answered = await ask()
+        except Exception as e:
+            outcome, asked = classify(e), _retry_after_seconds(e)
+            if not outcome.is_transient or clock() >= until:
+                raise
+        else:
+            outcome = Outcome.ANSWERED
+            return answered
+        finally:
+            window.release(
+                outcome,
+                began=began,
+                now=clock(),
+                size_bytes=size_bytes,
+                retry_after_seconds=asked,
+            )
+        if outcome is Outcome.BROKEN:
+            await asyncio.sleep(add_jitter(pause))
+            pause *= 2
+
+
+def _retry_after_seconds(error: BaseException) -> float:
+    """The pause that a response asks for; 0 without a ``Retry-After``, or where the
+    client does not show headers: only Google's own does."""
+    cause = getattr(error.__cause__, "cause", None)  # of a RetryError
+    response = getattr(cause, "response", None)
+    text = "" if response is None else response.headers.get("retry-after", "")
+    return float(text) if text.isdecimal() else 0.0
+
+
+def add_jitter(seconds: float) -> float:
+    """Returns up to twice as many seconds, so that processes do not repeat at once."""
+    return seconds * (1 + random.random())  # noqa: S311 - no secret
+
+
 class HedgedSender:
     """Sends the reads, the writes or the conditional changes of one storage."""
 
@@ -246,7 +321,8 @@ class _Call(Generic[T]):
         self._operation = operation
         self._name = name
         self._throttle = throttle
-        self._in_flight: set[asyncio.Future[T]] = set()
+        self._in_flight: list[asyncio.Future[T]] = []
+        """Requests in flight, the oldest first."""
         self._schedule = schedule
         self._is_answered = False
 
@@ -259,7 +335,7 @@ class _Call(Generic[T]):
                 timeout=max(0.0, self._schedule.due - self._clock()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            self._in_flight -= done
+            self._in_flight = [one for one in self._in_flight if one not in done]
             # An error is no response while another request is in flight: if a hedge
             # fails its condition, the first request has perhaps made the change, and a
             # conflict would be reported for a write that took effect.
@@ -272,7 +348,7 @@ class _Call(Generic[T]):
 
     def end(self) -> None:
         """Abandons the requests in flight."""
-        self._abandon()
+        self._abandon(self._in_flight)
         if self._is_answered:
             self._schedule.record_answer(now=self._clock())
         else:
@@ -286,12 +362,11 @@ class _Call(Generic[T]):
                 publish(Retried(operation=self._operation, kind="hedge"))
                 self._send()
             case Step.RETRY:
-                # Abandon first: an overloaded storage must not get more requests.
-                self._abandon()
+                self._abandon(self._in_flight[self._schedule.kept :])
                 publish(Retried(operation=self._operation, kind="retry"))
                 self._log_late()
                 self._send()
-            case Step.WAIT:
+            case Step.WAIT | Step.SEND:
                 pass
             case step:
                 assert_never(step)
@@ -305,9 +380,9 @@ class _Call(Generic[T]):
             )
 
     def _send(self) -> None:
-        self._in_flight.add(asyncio.ensure_future(self._ask()))
+        self._in_flight.append(asyncio.ensure_future(self._ask()))
 
-    def _abandon(self) -> None:
-        for one in self._in_flight:
+    def _abandon(self, abandoned: list[asyncio.Future[T]]) -> None:
+        for one in abandoned:
             one.cancel()
-        self._in_flight.clear()
+        self._in_flight = [one for one in self._in_flight if one not in abandoned]

@@ -109,7 +109,7 @@ DEFECTS: Final[dict[str, tuple[Callable[[], Planted], str, str]]] = {
     "requests are throttled": (
         lambda: planted((r"GET .*rate/", Status(429)), times=6),
         "rate.throttled",
-        "repeat",
+        "requests because of load",
     ),
     "2 % of reads are slow": (slow_tail, "latency.tail", "2.0 % of"),
     "deletions are denied": (

@@ -167,6 +167,7 @@ class FakeGcs(Emulator):
         buckets: Sequence[str] = (),
         tokens: Tokens | None = None,
         ignored: Sequence[str] = (),
+        left_out: Sequence[str] = (),
         latency_seconds: float = 0.0,
         bytes_per_second: float = math.inf,
         stream_bytes_per_second: float = math.inf,
@@ -180,13 +181,17 @@ class FakeGcs(Emulator):
                 authentication.
             ignored: Regular expressions, searched in "METHOD name=value", of the
                 parameters to ignore; the list is read at each request.
+            left_out: Names in lower case of headers that responses of the XML API lack;
+                storage-testbench sends neither "etag" nor "last-modified".
             latency_seconds: See ``Emulator``.
             bytes_per_second: See ``Emulator``.
             stream_bytes_per_second: See ``Emulator``.
             seconds_between_writes: See ``Emulator``.
         """
         super().__init__(
-            lambda made: JsonApi(made, tokens=tokens, ignored=ignored),
+            lambda made: JsonApi(
+                made, tokens=tokens, ignored=ignored, left_out=left_out
+            ),
             buckets=buckets,
             latency_seconds=latency_seconds,
             bytes_per_second=bytes_per_second,

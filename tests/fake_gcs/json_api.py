@@ -73,6 +73,7 @@ class JsonApi:
         *,
         tokens: Tokens | None = None,
         ignored: Sequence[str] = (),
+        left_out: Sequence[str] = (),
     ) -> None:
         """Makes the API of some buckets.
 
@@ -81,10 +82,12 @@ class JsonApi:
             tokens: Valid bearer tokens, one of which every request needs; None: no
                 authentication.
             ignored: Patterns of the parameters to ignore; see ``Request.without``.
+            left_out: Names of headers that responses of the XML API lack.
         """
         self._buckets = buckets
         self._tokens = tokens
         self._ignored = ignored
+        self._left_out = left_out
         uploads = Uploads(buckets)
         routes: list[tuple[str, str, Callable[..., Answer]]] = [
             ("POST", _UPLOAD, uploads.begin),
@@ -127,7 +130,10 @@ class JsonApi:
     def _answer_known(self, request: Request) -> Answer:
         if found := xml_object(request):
             try:
-                return answer_xml(request, self._buckets, *found)
+                answer = answer_xml(request, self._buckets, *found)
+                named = answer.headers.items()
+                kept = {k: v for k, v in named if k.lower() not in self._left_out}
+                return replace(answer, headers=kept)
             except RefusedError as e:
                 return refuse_xml(e)
         try:

@@ -20,6 +20,7 @@ import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Hedging, Limits
+from storesvc.storage.throttle import Window
 from storesvc_client import _session
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._restore import sources
@@ -333,7 +334,7 @@ def test_a_hedged_call_is_freed_at_once_though_both_its_requests_are_answered() 
     began = time.monotonic() - 3  # slow enough to be hedged, not to be late
     schedule = Hedging(hedging.READS).begin(0, now=began)
     answers: Responses = queue.SimpleQueue()
-    call = HedgedCall(send, schedule, log_nothing, answers, nullcontext)
+    call = HedgedCall(send, schedule, Window(8), log_nothing, answers, nullcontext)
     call.step()
     for request in requests:
         request.set_result(b"read")

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc.storage import hedging, location, requests
+from storesvc.storage import hedging, requests
 from storesvc.storage.hedging import Limits
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_client._rpc import retry
@@ -271,7 +271,7 @@ def test_a_restore_ends_at_its_deadline_wherever_the_bucket_stops_answering(
 def test_an_outage_is_an_error_that_names_the_bucket(
     gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(location.RETRIES, "max_retries", 1)
+    monkeypatch.setattr(requests, "SEND_SECONDS", 0.0)
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
     with store.connect(root) as client:
         run = client.run("tests/gcs")
@@ -281,10 +281,11 @@ def test_an_outage_is_an_error_that_names_the_bucket(
         with pytest.raises(store.UnavailableError, match=f"{root}/.*storage failed"):
             run.checkpoint(1)
 
-        # of each call of ours TensorStore makes two, and gRPC no more
+        # one of each call, unless another one was rejected just before
         refused = [asked for asked in gcs.log if asked.status == 503]
-        assert 2 * retry.LEAST_ATTEMPTS == len(refused)
+        assert 1 <= len(refused) <= retry.LEAST_ATTEMPTS
         gcs.clear()
+        monkeypatch.undo()
         assert 1 == run.latest().step
 
 

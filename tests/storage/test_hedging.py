@@ -92,8 +92,10 @@ def test_a_late_read_is_retried_some_times_and_then_fails() -> None:
     assert Step.HEDGE is read.step(now=2)
     assert Step.RETRY is read.step(now=10)
     assert Step.HEDGE is read.step(now=12)
-    assert Step.RETRY is read.step(now=20)
-    assert Step.FAIL is read.step(now=30)
+    assert Step.WAIT is read.step(now=29.9)
+    assert Step.RETRY is read.step(now=30)
+    assert Step.HEDGE is read.step(now=32)
+    assert Step.FAIL is read.step(now=70)
 
 
 def test_the_deadline_allows_for_other_bytes_in_flight() -> None:
@@ -110,6 +112,30 @@ def test_the_deadline_allows_for_other_bytes_in_flight() -> None:
     alone = reads.begin(8 * MIB, now=100)
     assert Step.WAIT is alone.step(now=117.9)
     assert Step.RETRY is alone.step(now=118)
+
+
+def test_deadlines_follow_a_network_that_is_slower_than_assumed() -> None:
+    writes = Hedging(Limits(answer_seconds=10, least_bytes_per_second=MIB))
+    writes.begin(8 * MIB, now=0).record_answer(now=80)
+
+    write = writes.begin(8 * MIB, now=100)
+    assert Step.RETRY is not write.step(now=100 + 10 + 159)
+    write.record_answer(now=105)
+
+    assert 10 == writes.deadline_seconds
+    writes.begin(8 * MIB, now=200)
+    assert 18 == writes.deadline_seconds
+
+
+def test_a_postponed_request_has_its_deadline_from_when_it_is_sent() -> None:
+    read = Hedging(Limits(answer_seconds=10)).begin(0, now=0)
+
+    read.postpone(100, now=1)
+    assert 101 == read.due
+    assert Step.WAIT is read.step(now=100)
+    assert Step.SEND is read.step(now=101)
+    assert Step.RETRY is not read.step(now=110)
+    assert Step.RETRY is read.step(now=111)
 
 
 def test_later_calls_extend_the_deadline_of_earlier_ones() -> None:

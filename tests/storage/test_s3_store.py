@@ -221,7 +221,7 @@ def test_a_store_is_created_after_a_lost_response_to_its_probe(
 async def test_unanswered_writes_are_retried(
     root: str, s3: FakeS3, action: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = Limits(unknown_seconds=0.1, floor_seconds=0.1, answer_seconds=1)
+    limits = Limits(unknown_seconds=0.1, floor_seconds=0.1, answer_seconds=1, kept=0)
     monkeypatch.setattr(hedging, "CHANGES", limits)
     monkeypatch.setattr(s3_deletes, "DELETE_TIMEOUT_SECONDS", 1.0)
     bucket = await TensorStoreBucket.open(root)

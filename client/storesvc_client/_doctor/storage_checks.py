@@ -1,7 +1,6 @@
 """Checks a storage: the promises that a store relies on, and its speed.
 
-TensorStore makes the requests, as in saves and restores, and counts its retries: the
-storage has answered 429 or 5xx, or not at all. Each check writes objects of its own
+The requests are made as in saves and restores. Each check writes objects of its own
 below `Probe.folder`, which the caller deletes.
 """
 
@@ -13,8 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import tensorstore as ts
-
 from storesvc.errors import (
     InvalidFieldError,
     StorageDeniedError,
@@ -23,7 +20,7 @@ from storesvc.errors import (
 from storesvc.storage.bucket import check_conditions
 from storesvc.storage.location import Storage
 from storesvc.storage.object_bucket import TensorStoreBucket
-from storesvc.storage.requests import gather_each
+from storesvc.storage.requests import gather_each, shared_window
 from storesvc_client._doctor.findings import (
     Effort,
     Finding,
@@ -318,10 +315,10 @@ async def check_rate(probe: Probe) -> list[Finding]:
         f"one request, {rates[best]:.0f} with {best}"
     )
     wrong = [
-        f"the storage made TensorStore repeat {retry_count} requests with {at_once} at "
-        f"once (429, 5xx or no answer): {shown}"
-        for at_once, _, retry_count in (written, *levels)
-        if retry_count
+        f"the storage rejected {count} requests because of load with {at_once} at once "
+        f"(429, 5xx): {shown}"
+        for at_once, _, count in (written, *levels)
+        if count
     ]
     return judge("rate.throttled", wrong[0] if wrong else "", shown)
 
@@ -330,9 +327,10 @@ async def _measure(
     probe: Probe, request: Callable[[int], Awaitable[int]], count: int, at_once: int
 ) -> tuple[int, float, int]:
     """Makes requests, each of which returns its bytes, so many at once; fewer if they
-    are slow. Returns that number, MiB per second, and the number of retries."""
+    are slow. Returns that number, MiB per second, and the number of rejected ones."""
     begin, moved = time.perf_counter(), list[int]()
-    retries = _retry_count(probe)
+    window = shared_window(probe.storage)
+    rejections = window.rejection_count
     until = begin + min(_LEVEL_SECONDS, max(1.0, probe.left_seconds))
 
     async def make(number: int) -> None:
@@ -341,15 +339,7 @@ async def _measure(
 
     await gather_each(make, range(count), at_once=at_once)
     rate = sum(moved) / MIB / (time.perf_counter() - begin)
-    return at_once, rate, _retry_count(probe) - retries
-
-
-def _retry_count(probe: Probe) -> int:
-    """Returns TensorStore's count of repeated requests since this process began."""
-    name = f"/tensorstore/kvstore/{probe.storage.spec['driver']}/retries"
-    metrics = ts.experimental_collect_matching_metrics(name, include_zero_metrics=True)
-    values = (v for each in metrics if each["name"] == name for v in each["values"])
-    return sum(int(value.get("value", 0)) for value in values)
+    return at_once, rate, window.rejection_count - rejections
 
 
 SPEED_CHECKS: Final = (check_latency, check_rate)

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, part, shape_problem
-from storesvc.storage.location import CONCURRENCY, RETRIES
+from storesvc.storage.location import CONCURRENCY
 from storesvc_client._foreign.foreign_step import (
     ForeignArray,
     Reading,
@@ -73,6 +73,9 @@ with the stored bytes."""
 _LARGE_CHUNK_BYTES: Final = 256 << 20
 """Chunks from this size are read only if there is memory for one: TensorStore ends the
 process if there is not."""
+
+_RETRIES: Final = {"max_retries": 6, "initial_delay": "100ms", "max_delay": "3s"}
+"""TensorStore's own 32 outlast every deadline."""
 
 _NODE_CACHE_BYTES: Final = 64 << 20
 """Memory for the nodes of OCDBT databases."""
@@ -631,7 +634,7 @@ def context() -> "ts.Context":
     resources: dict[str, Any] = {_NODE_CACHE: {"total_bytes_limit": _NODE_CACHE_BYTES}}
     for kind in ("gcs", "s3", "http"):
         resources[f"{kind}_request_concurrency"] = {"limit": CONCURRENCY}
-        resources[f"{kind}_request_retries"] = dict(RETRIES)
+        resources[f"{kind}_request_retries"] = _RETRIES
     return ts.Context(resources)
 
 

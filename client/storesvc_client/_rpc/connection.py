@@ -378,7 +378,7 @@ class Connection:
         """Yields attempts at an idempotent call, as ``retry.attempts``; logs long
         waits."""
         with self._waiting(call, deadline) as wait:
-            for attempt in attempts(deadline=deadline):
+            for attempt in attempts(deadline=deadline, call=call):
                 wait.try_for(self.seconds(deadline))
                 yield attempt
                 outcome = attempt.retry_state.outcome

@@ -23,8 +23,10 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from storesvc.storage.throttle import OUTAGE_SECONDS
 from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client.errors import LimitError, StoreError, UnavailableError
+from storesvc_proto.v1 import upload_service_pb2
 
 if TYPE_CHECKING:
     from tenacity import AttemptManager, RetryCallState
@@ -220,6 +222,11 @@ PATIENCE_SECONDS: Final = 30.0
 BUSY_SECONDS: Final = 600.0
 """Maximum time for which a call is retried while the server has no memory for it."""
 
+SAVING: Final = upload_service_pb2.DESCRIPTOR.services_by_name[
+    "UploadService"
+].methods_by_name
+"""Calls of a save: what it has stored so far is worth waiting for a bucket."""
+
 LEAST_ATTEMPTS: Final = 2
 """Minimum attempts, however long each takes: a server that stops may hold a call for
 its whole timeout."""
@@ -232,10 +239,10 @@ resumed."""
 
 
 def attempts(
-    least_attempts: int = LEAST_ATTEMPTS, *, deadline: Deadline = NEVER
+    least_attempts: int = LEAST_ATTEMPTS, *, deadline: Deadline = NEVER, call: str = ""
 ) -> "Iterator[AttemptManager]":
     """Yields attempts at an idempotent call, at least `least_attempts` up to the
-    deadline; pauses between them.
+    deadline; pauses between them. `call` is the name of its rpc.
 
     Retries transient errors only; raises the last one.
 
@@ -252,7 +259,8 @@ def attempts(
     )
 
     random_pause = wait_random_exponential(multiplier=0.1, max=5)
-    is_late, is_lasting = stop_after_delay(deadline.left), _Stop(least_attempts)
+    is_late = stop_after_delay(deadline.left)
+    is_lasting = _Stop(least_attempts, outlasts=call in SAVING)
 
     def pause(state: "RetryCallState") -> float:
         error = _error(state)
@@ -277,6 +285,12 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, UnavailableError) or _is_busy(error)
 
 
+def _is_outage(error: StoreError) -> bool:
+    """Returns whether a bucket fails; a disk that fails does so for good."""
+    is_bucket = error.metadata.get("storage", "").startswith(("gs://", "s3://"))
+    return is_bucket and error.reason == "STORAGE_UNAVAILABLE"
+
+
 def _is_busy(error: BaseException) -> bool:
     """Returns whether a server has no free memory, or a quota no free call, now. A full
     storage gives a retry time, too, but is not transient: space must be freed first."""
@@ -297,15 +311,20 @@ def _error(state: "RetryCallState") -> StoreError:
 class _Stop:
     """Stops retrying when a kind of error has lasted too long."""
 
-    def __init__(self, least_attempts: int) -> None:
+    def __init__(self, least_attempts: int, *, outlasts: bool) -> None:
+        """Creates it; `outlasts` an outage of the server's storage."""
         self._least_attempts = least_attempts
+        self._outlasts = outlasts
         self._answered_at = 0.0
         """Seconds from the first attempt to the last response of a live server."""
 
     def __call__(self, state: "RetryCallState") -> bool:
         seconds = state.seconds_since_start
         assert seconds is not None
-        if _is_busy(_error(state)):
+        error = _error(state)
+        if self._outlasts and _is_outage(error):
+            return seconds >= OUTAGE_SECONDS
+        if _is_busy(error):
             self._answered_at = seconds
             return seconds >= BUSY_SECONDS
         return (

@@ -99,12 +99,18 @@ class LeaseRenewer:
         self._ended.set()
 
     def _renew(self) -> None:
-        while not self._ended.wait(self._interval):
+        pause = self._interval
+        while not self._ended.wait(pause):
+            pause = self._interval
             try:
                 self._stub.KeepUploadAlive(self._request, timeout=_CALL_SECONDS)
             except (grpc.RpcError, ValueError):  # ValueError: the channel is closed
-                continue
+                # soon: after an outage, the lease may have expired already
+                pause = min(pause, _AGAIN_SECONDS)
 
+
+_AGAIN_SECONDS: Final = 5.0
+"""Pause after a renewal that failed."""
 
 FIND_SECONDS: Final = 2.0
 """Maximum time a snapshot waits for the store to look up unchanged chunks."""

@@ -27,9 +27,24 @@ from storesvc.errors import StoreError as StorageError
 from storesvc.format.checksums import Buffer
 from storesvc.storage import hedging
 from storesvc.storage.bucket import translate_errors
-from storesvc.storage.hedging import CallSchedule, Hedging, LogThrottle, Step
+from storesvc.storage.hedging import (
+    PAUSE_SECONDS,
+    CallSchedule,
+    Hedging,
+    LogThrottle,
+    Step,
+)
 from storesvc.storage.location import Storage
 from storesvc.storage.remote import endpoint_in_environment, make_bucket
+from storesvc.storage.requests import add_jitter, shared_window
+from storesvc.storage.throttle import (
+    FIRST_PAUSE_SECONDS,
+    MAX_PAUSE_SECONDS,
+    OUTAGE_SECONDS,
+    Outcome,
+    Window,
+    classify,
+)
 from storesvc_client._storage.objects import OwnStore
 from storesvc_client.errors import InvalidRequestError, StoreError, error_class
 
@@ -56,6 +71,7 @@ class BucketRoot:
         self._store = store
         self._reads = Hedging(hedging.READS)
         self._writes = Hedging(hedging.WRITES)
+        self._window = shared_window(storage)
         self._log_throttle = LogThrottle()
 
     @classmethod
@@ -163,6 +179,7 @@ class BucketRoot:
         return HedgedCall(
             send,
             hedge,
+            self._window,
             partial(self._log_late, what),
             answers,
             partial(_translate_errors, self.storage, path),
@@ -184,21 +201,26 @@ class HedgedCall(Generic[T]):
         self,
         send: "Callable[[], ts.Future[T]]",
         hedge: CallSchedule,
+        window: Window,
         log_late: Callable[[float, float], None],
         answers: "Responses",
         translating: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Sends the first request."""
+        """Sends the first request, as soon as the window of its bucket admits it."""
         self._send = send
         self._hedge = hedge
+        self._window = window
         self._log_late = log_late
         self._answers: Responses | None = answers
         """None once the call has ended: a response that was not taken stays in the
         queue and refers to this call, which must not refer to the queue then: its
         buffers would wait for the garbage collector."""
         self._translating = translating
-        self._in_flight: dict[Any, Callable[[Any], None]] = {}
-        """Requests in flight, each with the callback of its response."""
+        self._in_flight: dict[Any, tuple[Callable[[Any], None], float]] = {}
+        """Requests in flight, each with the callback of its response and its start."""
+        self._failed: Any = None
+        """The response of the last request that failed."""
+        self._pause = FIRST_PAUSE_SECONDS
         self._settled: Any = None
         self.is_settled = False
         """True once the result is known."""
@@ -223,19 +245,31 @@ class HedgedCall(Generic[T]):
         """Processes a response; ignores responses to dropped requests."""
         if self.is_settled or answer not in self._in_flight:
             return
-        del self._in_flight[answer]
-        if answer.exception() is None or not self._in_flight:
-            self._settled, self.is_settled = answer, True
+        now, (_, began) = time.monotonic(), self._in_flight.pop(answer)
+        outcome = classify(answer.exception())
+        self._release(outcome, began)
+        if answer.exception() is not None:
+            self._failed = answer
+            if self._in_flight:
+                return
+            if outcome.is_transient and now - self._hedge.began < OUTAGE_SECONDS:
+                # The window knows how long to wait because of load.
+                self._hedge.postpone(add_jitter(self._pause), now=now)
+                self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
+                if now - self._hedge.began > PAUSE_SECONDS:
+                    self._log_late(now - self._hedge.began, now)
+                return
+        self._settled, self._failed, self.is_settled = answer, None, True
 
     def step(self) -> None:
         """Hedges, repeats or fails the call if that is due."""
         match self._hedge.step(now=time.monotonic()):
             case Step.FAIL:
                 self.is_settled = True
-            case Step.HEDGE:
+            case Step.HEDGE | Step.SEND:
                 self._begin()
             case Step.RETRY:
-                self._drop()
+                self._drop(list(self._in_flight)[self._hedge.kept :])
                 now = time.monotonic()
                 self._log_late(now - self._hedge.began, now)
                 self._begin()
@@ -253,13 +287,13 @@ class HedgedCall(Generic[T]):
             UnavailableError: The storage failed or did not answer in time.
         """
         with self._translating():
-            if self._settled is None:
+            if self._settled is None and self._failed is None:
                 raise TimeoutError
-            return self._settled.result()  # type: ignore[no-any-return]
+            return (self._settled or self._failed).result()  # type: ignore[no-any-return]
 
     def end(self) -> None:
         """Drops the requests in flight and reports the latency to the hedging."""
-        self._drop()
+        self._drop(list(self._in_flight))
         self._answers = None
         if self._settled is not None:
             self._hedge.record_answer(now=time.monotonic())
@@ -267,21 +301,35 @@ class HedgedCall(Generic[T]):
             self._hedge.record_abandonment()
 
     def _begin(self) -> None:
+        now = time.monotonic()
+        if wait := self._window.admit(now=now):
+            if not self._in_flight:  # a hedge is not worth the wait
+                self._hedge.postpone(add_jitter(wait), now=now)
+            return
         one, answer = self._send(), self._answer  # the bound method must be the same
-        self._in_flight[one] = answer
+        self._in_flight[one] = answer, now
         one.add_done_callback(answer)
+
+    def _release(self, outcome: Outcome, began: float) -> None:
+        self._window.release(
+            outcome,
+            began=began,
+            now=time.monotonic(),
+            size_bytes=self._hedge.size_bytes,
+        )
 
     def _answer(self, one: Any) -> None:
         answers = self._answers  # end() may be running
         if answers is not None:
             answers.put((self, one))
 
-    def _drop(self) -> None:
+    def _drop(self, dropped: list[Any]) -> None:
         # Not cancel(), which can deadlock: see await_future. TensorStore drops a
         # request when its future is no longer referenced.
-        for one, answer in self._in_flight.items():
+        for one in dropped:
+            answer, began = self._in_flight.pop(one)
             one.remove_done_callback(answer)
-        self._in_flight.clear()
+            self._release(Outcome.DROPPED, began)
 
 
 RangeRead: TypeAlias = "HedgedCall[ts.KvStore.ReadResult]"

@@ -29,7 +29,6 @@ credential.
 
 import asyncio
 import logging
-import random
 import threading
 import time
 import weakref
@@ -46,7 +45,8 @@ from storesvc.format.checksums import Buffer
 from storesvc.storage.bucket import denied_error, failure_error, unauthenticated_error
 from storesvc.storage.location import Storage
 from storesvc.storage.remote import find_endpoint, own_credentials
-from storesvc.storage.requests import run_in_daemon_thread
+from storesvc.storage.requests import await_future, run_in_daemon_thread
+from storesvc.storage.throttle import classify
 from storesvc_client.errors import StoreError
 
 if TYPE_CHECKING:
@@ -176,8 +176,8 @@ class LentCredential:
             _log.log(level, "a lent credential is not renewed yet: %s", error)
 
 
-RETRY: Final["RetryConfig"] = {
-    "max_retries": 6,
+NO_RETRIES: Final["RetryConfig"] = {
+    "max_retries": 0,
     "backoff": {
         "init_backoff": timedelta(seconds=0.1),
         "max_backoff": timedelta(seconds=3),
@@ -185,15 +185,14 @@ RETRY: Final["RetryConfig"] = {
     },
     "retry_timeout": timedelta(seconds=30),
 }
-"""Retries of a transient error within one request, as TensorStore makes them."""
+"""No retries of obstore's own: `BucketRoot` repeats requests."""
 
 PAUSES: Final = (0.1, 0.4, 1.6)
-"""Backoff in seconds before each retry of a creation whose connection broke, which
-obstore does not retry; jitter is added."""
+"""Backoff in seconds before each retry of a renewal of Google's credentials."""
 
 CONNECT_SECONDS: Final = timedelta(seconds=5)
 
-REQUEST_SECONDS: Final = timedelta(minutes=10)
+REQUEST_SECONDS: Final = timedelta(hours=1)
 """Timeout of a request. The hedging of `BucketRoot` drops a late one before that."""
 
 DEFAULT_REGION: Final = "us-east-1"
@@ -265,19 +264,16 @@ async def create(
     objects: "Objects",
     key: str,
     data: Sequence[Buffer],
-    is_stored: Callable[[], Awaitable[bool | None]],
+    is_stored: Callable[[], Awaitable[bool]],
 ) -> None:
-    """Creates an object; accepts one that exists with this content.
-
-    If the outcome of a request is unknown, because its response was lost, the next
-    request finds what it created.
+    """Creates an object; accepts one that exists with this content: an earlier request,
+    whose response was lost, created it.
 
     Args:
         objects: Client of the bucket.
         key: Name of the object.
         data: Its content, in parts.
-        is_stored: Returns whether the object that exists has this content; None if
-            there is none, or it cannot be read.
+        is_stored: Returns whether the object that exists has this content.
     """
     import obstore
     from obstore.exceptions import (
@@ -289,21 +285,17 @@ async def create(
 
     # Google rejects an overwrite before it looks at the condition.
     existing = (AlreadyExistsError, PermissionDeniedError, PreconditionError)
-    for pause in (*PAUSES, None):
-        try:
-            await obstore.put_async(
-                objects, key, data, mode="create", use_multipart=False
-            )
-        except BaseError as e:
-            found = await is_stored() if isinstance(e, existing) else None
-            if found:
-                return
-            # S3 rejects a request as well while another one creates the object.
-            if pause is None or found is not None or is_rejected(e):
-                raise
-        else:
+    try:
+        await obstore.put_async(objects, key, data, mode="create", use_multipart=False)
+    except BaseError as e:
+        if _NO_VERSION in str(e):  # of an object that was created
             return
-        await asyncio.sleep(pause * (1 + random.random()))  # noqa: S311 - jitter
+        if not isinstance(e, existing) or not await is_stored():
+            raise
+
+
+_NO_VERSION: Final = "ETag Header missing from response"
+"""Part of obstore's message about a success without an ETag, as some emulators send."""
 
 
 def is_rejected(cause: Exception) -> bool:
@@ -329,7 +321,7 @@ def gcs_objects(storage: Storage, provider: "GCSCredentialProvider") -> "GCSStor
         storage.spec["bucket"],
         credential_provider=provider,
         client_options=_client(endpoint),
-        retry_config=RETRY,
+        retry_config=NO_RETRIES,
         **options,
     )
 
@@ -345,7 +337,7 @@ def s3_objects(storage: Storage, provider: "S3CredentialProvider") -> "S3Store":
         region=storage.spec.get("aws_region", DEFAULT_REGION),
         credential_provider=provider,
         client_options=_client(endpoint),
-        retry_config=RETRY,
+        retry_config=NO_RETRIES,
         **options,
     )
 
@@ -478,11 +470,13 @@ async def _create(key: str, data: Sequence[Buffer], objects: "Objects") -> None:
     import obstore
     from obstore.exceptions import BaseError
 
-    async def is_stored() -> bool | None:
+    async def is_stored() -> bool:
         try:
             found = await obstore.head_async(objects, key)
-        except (BaseError, FileNotFoundError):
-            return None
+        except (BaseError, FileNotFoundError) as e:
+            if classify(e).is_transient:
+                raise
+            return False
         return found["size"] == sum(map(len, data))
 
     await create(objects, key, data, is_stored)
@@ -534,18 +528,18 @@ class OwnStore:
     async def _create(
         self, objects: "Objects", path: str, data: Sequence[Buffer]
     ) -> None:
-        import obstore
         from obstore.exceptions import BaseError
 
         key = f"{self._storage.spec['path']}{path}"
 
-        async def is_stored() -> bool | None:
+        async def is_stored() -> bool:
             try:
-                found = await obstore.get_async(objects, key)
-                content = memoryview(await found.bytes_async())
-            except (BaseError, FileNotFoundError):
-                return None
-            return _is_joined(content, data)
+                found = await await_future(self._kvstore.read(path))
+            except ValueError as e:
+                if classify(e).is_transient:
+                    raise
+                return False
+            return found.state == "value" and _is_joined(memoryview(found.value), data)
 
         try:
             await create(objects, key, data, is_stored)

@@ -18,7 +18,7 @@ import socket
 import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -309,6 +309,8 @@ class Serving:
     """Certificates of the server; None serves plaintext."""
     gc_interval: timedelta = DEFAULT_INTERVAL
     """Interval between garbage collections; 0: none in the background."""
+    collects_only: bool = False
+    """True to accept no calls."""
     is_read_only: bool = False
     """True to reject calls that change the store, and to collect nothing."""
     policy: Path | None = None
@@ -408,6 +410,9 @@ def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
 
     def ready(bound: Serving) -> None:
         how = " read-only" if bound.is_read_only else ""
+        if bound.collects_only:
+            _log.info("collecting %s every %s", bound.root, bound.gc_interval)
+            return
         _log.info("serving %s%s at %s", bound.root, how, bound.address)
         if not (bound.unix or bound.policy or bound.anonymous or insecure):
             _log.info(
@@ -451,25 +456,29 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         store.commits.discards.defer()
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
     certificate = serving.tls.certificate if serving.tls else None
-    async with (
-        serve_metrics(
-            serving.metrics, certificate=certificate, is_ready=is_ready
-        ) as metrics_port,
-        send_spans(serving.otlp_endpoint),
-        record_audit(security, serving.audit) as security,
-        running(
-            store,
-            serving.address,
-            tls=serving.tls,
-            notice_seconds=NOTICE_SECONDS,
-            read_only=serving.root if serving.is_read_only else "",
-            security=security,
-            max_connections=take_descriptors(),
-        ) as served,
-    ):
+    async with AsyncExitStack() as stack:
+        metrics_port = await stack.enter_async_context(
+            serve_metrics(serving.metrics, certificate=certificate, is_ready=is_ready)
+        )
+        await stack.enter_async_context(send_spans(serving.otlp_endpoint))
+        security = await stack.enter_async_context(
+            record_audit(security, serving.audit)
+        )
+        port = serving.port
+        if not serving.collects_only:
+            served = running(
+                store,
+                serving.address,
+                tls=serving.tls,
+                notice_seconds=NOTICE_SECONDS,
+                read_only=serving.root if serving.is_read_only else "",
+                security=security,
+                max_connections=take_descriptors(),
+            )
+            port = (await stack.enter_async_context(served)).port
         # 2. Report the address only now: calls are accepted.
         serves.set()
-        ready(replace(serving, port=served.port))
+        ready(replace(serving, port=port))
         if serving.metrics and metrics_port:
             _log.info("metrics at http://%s:%d", serving.metrics.host, metrics_port)
         # 3. The collection ends before the drain, and gives its lease back.

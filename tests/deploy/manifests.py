@@ -88,7 +88,11 @@ def server_of(objects: list[Object]) -> Object:
 def arguments_of(objects: list[Object]) -> list[str]:
     """Returns what the container of a server is run with."""
     (container,) = server_of(objects)["spec"]["template"]["spec"]["containers"]
-    arguments: list[str] = container["args"]
+    return filled(container["args"], objects)
+
+
+def filled(arguments: list[str], objects: list[Object]) -> list[str]:
+    """Returns arguments with the options of an overlay."""
     for name, value in options_of(objects).items():
         arguments = [a.replace(f"$({name})", value) for a in arguments]
     return arguments

@@ -24,6 +24,7 @@ from tests.deploy.manifests import (
     KUBERNETES_VERSION,
     Object,
     arguments_of,
+    filled,
     jobs_of,
     name_of,
     options_of,
@@ -201,6 +202,38 @@ def test_the_guide_shows_every_object_that_is_applied() -> None:
 @each_overlay
 def test_storectl_takes_what_pods_run_it_with(overlay: list[Object]) -> None:
     check_line(["serve", *arguments_of(overlay)])
+
+
+@each_overlay
+def test_one_collector_works_for_servers_that_do_not_collect(
+    overlay: list[Object],
+) -> None:
+    (found,) = (o for o in overlay if name_of(o) == "deployment/storesvc-collector")
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    arguments = filled(container["args"], overlay)
+    labels = found["spec"]["template"]["metadata"]["labels"]
+
+    check_line(["serve", *arguments])
+    assert "--collect-only" in arguments
+    assert "--gc-interval=0s" in arguments_of(overlay)
+    assert "--gc-interval=0s" not in arguments
+    assert 1 == found["spec"]["replicas"]
+    # Callers of the service must not reach it.
+    (service,) = (o for o in overlay if name_of(o) == "service/storesvc")
+    assert not service["spec"]["selector"].items() <= labels.items()
+
+
+@each_overlay
+def test_each_policy_of_the_network_is_for_the_collector_too(
+    overlay: list[Object],
+) -> None:
+    policies = [o for o in overlay if o["kind"] == "NetworkPolicy"]
+    ours = [o for o in policies if o["metadata"]["name"].startswith("storesvc")]
+
+    assert ours
+    for found in ours:
+        (chosen,) = found["spec"]["podSelector"]["matchExpressions"]
+        assert ["storesvc", "storesvc-collector"] == chosen["values"]
 
 
 @each_overlay

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import click
+from click.core import ParameterSource
 
 from storesvc_client.cli.arguments import (
     WholeNumber,
@@ -171,6 +172,11 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Interval between collections of garbage; 0s disables them.",
 )
 @click.option(
+    "--collect-only",
+    is_flag=True,
+    help="Accept no calls: collect garbage for servers that have --gc-interval 0s.",
+)
+@click.option(
     "--metrics-port",
     type=WholeNumber(0, 65535),
     help="Serve metrics for Prometheus over HTTP, without authentication.",
@@ -223,6 +229,7 @@ def serve(
     read_only: bool,
     ready_file: Path | None,
     gc_interval: timedelta,
+    collect_only: bool,
     metrics_port: int | None,
     metrics_host: str,
     metrics_runs: tuple[str, ...],
@@ -240,6 +247,7 @@ def serve(
     Examples:
       storectl serve --root /ckpts
       storectl serve --root /ckpts --unix /run/user/1000/store/socket
+      storectl serve --root gs://bucket/prefix --collect-only
       storectl serve --root gs://bucket/prefix --host 0.0.0.0 \\
           --tls-cert chain.pem --tls-key key.pem --policy policy.toml
     """
@@ -249,6 +257,8 @@ def serve(
         raise click.UsageError("--tls-client-ca needs --tls-cert and --tls-key")
     if unix is not None and (tls_cert is not None or host != _LOOPBACK):
         raise click.UsageError("--unix goes with neither --host nor --tls-cert")
+    if collect_only:
+        _check_collect_only(gc_interval)
     # before gRPC is loaded: it would log each failed handshake of a client
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
@@ -279,6 +289,7 @@ def serve(
         unix=unix,
         tls=tls,
         gc_interval=gc_interval,
+        collects_only=collect_only,
         is_read_only=read_only,
         policy=policy,
         anonymous=anonymous or "",
@@ -292,6 +303,24 @@ def serve(
         raise Refusal(str(e)) from e
     except OSError as e:  # from the ready file: errors of the store are StoreErrors
         raise Refusal(f"{e.filename}: {e.strerror or e}") from e
+
+
+_FOR_CALLERS: Final = (
+    *("host", "port", "unix", "tls_cert", "policy", "anonymous", "audit_log"),
+    *("insecure", "read_only", "ready_file"),
+)
+"""Options of a server that accepts calls."""
+
+
+def _check_collect_only(gc_interval: timedelta) -> None:
+    """Rejects options that mean nothing to a process that accepts no calls."""
+    source = click.get_current_context().get_parameter_source
+    given = [n for n in _FOR_CALLERS if source(n) is ParameterSource.COMMANDLINE]
+    if given:
+        name = given[0].replace("_", "-")
+        raise click.UsageError(f"--collect-only accepts no calls: omit --{name}")
+    if not gc_interval:
+        raise click.UsageError("--collect-only needs a --gc-interval above 0s")
 
 
 _CONSOLE_NEEDS: Final = ("jinja2", "starlette", "uvicorn")

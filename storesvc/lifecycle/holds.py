@@ -200,10 +200,20 @@ class Holds:
             uid: Uid of the checkpoint, which may be a deleted one; "": any.
         """
 
+        known = None
+        if uid and isinstance(checkpoint.which, int):
+            known = pb.CheckpointRecord(step=checkpoint.which, upload=uid)
+
         async def attempt() -> pb.HoldRecord:
-            found = await self._read(name)
+            nonlocal known
+            # A step and a uid are all that a new hold needs: the first attempt reads
+            # nothing before its write, which fails if the hold exists.
+            held, known = known, None
+            found = await self._read(name) if held is None else None
             if found is None:
-                record = await self._new(checkpoint, uid, owner=owner, ttl=ttl)
+                if held is None:
+                    held = await self._find(checkpoint, uid)
+                record = self._new(held, owner=owner, ttl=ttl)
             else:
                 await _check_principal(name, found[0])
                 _check_same(name, found[0], checkpoint, uid)
@@ -223,6 +233,7 @@ class Holds:
                     await self._bucket.delete(place, generation=written)
             if slot is not None:
                 raise slots.is_deleted(name.run, slot)
+            await self._find(checkpoint, uid)  # has the precise error
             raise await self._catalog.missing(CheckpointName(name.run, record.step))
 
         return await update_record(attempt, record=str(name), hold=name.hold)
@@ -286,13 +297,14 @@ class Holds:
 
         return await rows(look, names, limit=limit)
 
-    async def _new(
-        self, checkpoint: CheckpointName, uid: str, *, owner: str, ttl: timedelta
-    ) -> pb.HoldRecord:
+    async def _find(self, checkpoint: CheckpointName, uid: str) -> pb.CheckpointRecord:
         if uid:
-            held = await self._catalog.checkpoint_with_uid(checkpoint, uid)
-        else:
-            held = await self._catalog.checkpoint(checkpoint)
+            return await self._catalog.checkpoint_with_uid(checkpoint, uid)
+        return await self._catalog.checkpoint(checkpoint)
+
+    def _new(
+        self, held: pb.CheckpointRecord, *, owner: str, ttl: timedelta
+    ) -> pb.HoldRecord:
         now = timestamp(self._clock.now())
         return pb.HoldRecord(
             step=held.step,

@@ -404,10 +404,9 @@ async def _hold(
 
 
 async def _create(process: Process, promises: Promises, name: HoldName) -> None:
-    began = promises.world.seconds
-    await process.holds.create(
-        name, CheckpointName(RUN, 0), owner="", ttl=timedelta(seconds=TTL)
-    )
+    began, ttl = promises.world.seconds, timedelta(seconds=TTL)
+    uid = promises.world.rng.choice(("", uid_of(0)))
+    await process.holds.create(name, CheckpointName(RUN, 0), owner="", ttl=ttl, uid=uid)
     promises.add(name, began)
 
 

@@ -23,12 +23,12 @@ CHUNK_BYTES = 4
 
 def tree(version: int) -> dict[str, Any]:
     return {
-        "frozen": np.arange(100_000, dtype=np.float32),
+        "frozen": np.arange(300_000, dtype=np.float32),
         "head": np.full(1000, version, np.int32),
     }
 
 
-FROZEN, HEAD = 400_000 + CHUNK_BYTES, 4000 + CHUNK_BYTES
+FROZEN, HEAD = 1_200_000 + CHUNK_BYTES, 4000 + CHUNK_BYTES
 
 
 def storectl(address: str, *arguments: str) -> Result:
@@ -42,7 +42,7 @@ def shown(result: Result) -> Any:
 
 @pytest.fixture
 def saved(client: store.Client) -> store.Run:
-    """A run of three checkpoints that share a leaf."""
+    """A run of three checkpoints that share a leaf; they are too large for one call."""
     run = client.run(f"usage-{uuid.uuid4().hex[:8]}/run")
     for step in range(3):
         run.save(step, tree(step)).result()
@@ -57,7 +57,7 @@ def test_shared_bytes_are_counted_once(saved: store.Run) -> None:
         usage.deleted_checkpoint_count,
         usage.upload_count,
     )
-    assert 3 * (400_000 + 4000) == usage.logical_bytes
+    assert 3 * (1_200_000 + 4000) == usage.logical_bytes
     assert 3 * (FROZEN + HEAD) == usage.stored_bytes
     assert FROZEN + 3 * HEAD == usage.distinct_bytes
     assert usage.file_count >= 3
@@ -127,7 +127,7 @@ def test_du_of_a_run_tells_of_each_checkpoint(
         (0, FROZEN + HEAD, FROZEN + HEAD, 0),
     ] == rows
     text = storectl(server_address, "du", saved.name).stdout
-    assert ["distinct", f"{(FROZEN + 3 * HEAD) / 1024:.1f}", "KiB"] in map(
+    assert ["distinct", f"{(FROZEN + 3 * HEAD) / (1 << 20):.1f}", "MiB"] in map(
         str.split, text.splitlines()
     )
     assert ["STEP", "LOGICAL", "STORED", "OWN", "SHARED"] in map(

@@ -152,11 +152,24 @@ def test_names_that_do_not_fit_into_one_call_are_no_error(client: store.Client) 
     assert same(long, run.restore(1))
 
 
-def test_a_save_of_what_the_last_one_had_sends_nothing(client: store.Client) -> None:
+def test_what_the_last_save_had_is_sent_again(client: store.Client) -> None:
+    run = client.run(RUN)
+    run.save(1, tree(1)).result()
+    with counted() as calls:
+        report = run.save(2, tree(1)).report()
+    run.delete(1)
+    run.purge(1)
+
+    assert ["CreateCheckpoint"] == calls
+    assert report.total_bytes == report.sent_bytes
+    assert same(tree(1), run.restore(2))
+
+
+def test_a_base_that_is_named_is_reused(client: store.Client) -> None:
     run = client.run(RUN)
     run.save(1, tree(1)).result()
 
-    report = run.save(2, tree(1)).report()
+    report = run.save(2, tree(1), base=1).report()
 
     assert 0 == report.sent_bytes
     assert same(tree(1), run.restore(2))

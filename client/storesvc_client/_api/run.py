@@ -217,8 +217,9 @@ class Run:
             document: Bytes about the tree to keep with it, at most 16 MiB;
                 ``storesvc_client.easydel`` keeps the structure of a model in it.
             base: A checkpoint of this run, by step, "latest" or tag: chunks that are
-                equal in it are neither sent nor stored again. None sends all chunks. A
-                save of the same step that was interrupted is resumed in any case.
+                equal in it are neither sent nor stored again. None sends all chunks,
+                and so does "latest" for up to 1 MiB of one process. A larger save of
+                the same step that was interrupted is resumed in any case.
             snapshot: Where the bytes are copied to while the caller waits. "host";
                 "device", which needs as much device memory as the tree has there, and
                 less time; "auto": the device if its memory is known to suffice. "none"

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from storesvc_client._job.job import Departures, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
     from storesvc_client._save.items import ItemExchange
-    from storesvc_client._save.small import SmallUpload
     from storesvc_client._save.snapshot import BaseSums, SlabQueue
     from storesvc_client._save.upload import SaveResult, Upload
     from storesvc_client._save.writers import Description, Writer
@@ -489,9 +488,13 @@ class RunSaver:
         source = TreeSource(whole, values if copies is None else copies)
         if is_small(self._connection, writer, whole):
             small = SmallUpload(self._session, writer, whole, slab_queue, meter, source)
-            save = self._start_small(small, writer, plan, meter, takes=copies is None)
-            if save is not None:
-                return save, slab_queue
+            try:
+                if copies is None:
+                    small.take()
+            except BaseException:
+                self._submit(small, writer, plan, "", meter).ignore_error()
+                raise
+            return self._submit(small, writer, plan, "", meter), slab_queue
         upload = Upload(self._session, writer, whole, slab_queue, meter)
         known, known_base = self._known(writer.described, plan, upload)
         snapshot = Snapshot(
@@ -519,28 +522,6 @@ class RunSaver:
                 save.ignore_error()  # the caller gets it here
             raise
         return save, slab_queue
-
-    def _start_small(
-        self,
-        upload: "SmallUpload",
-        writer: "Writer",
-        plan: "Plan",
-        meter: Meter,
-        *,
-        takes: bool,
-    ) -> PendingSave | None:
-        """Starts a small save, and copies the state if it `takes` it now; None if it is
-        better to reuse chunks of the last save."""
-        last = self._find_last(writer.described, plan)
-        try:
-            if takes:
-                upload.take()
-        except BaseException:
-            self._submit(upload, writer, plan, "", meter).ignore_error()
-            raise
-        if takes and last and upload.repeats(last.sums, plan.tree.chunk_count):
-            return None
-        return self._submit(upload, writer, plan, "", meter)
 
     def _submit(
         self, upload: "Upload", writer: "Writer", plan: "Plan", base: str, meter: Meter
@@ -610,8 +591,14 @@ class RunSaver:
         the name of its checkpoint."""
         from storesvc_client._save.snapshot import BaseSums
 
-        saved = self._find_last(description, plan)
-        if saved is None:
+        last = self._last_saved  # a save that begins in the meantime clears it
+        if last is None or description.base is None:
+            return None, ""
+        last_plan, saved = last
+        if description.base.which not in ("latest", saved.checkpoint.step):
+            return None, ""
+        # the outputs of a step may be sharded differently from its inputs
+        if not (last_plan is plan or last_plan.tree.is_cut_as(plan.tree)):
             return None, ""
         known = BaseSums(
             sums=saved.sums,
@@ -621,20 +608,6 @@ class RunSaver:
             ask=upload.ask,
         )
         return known, CheckpointName(self._name, saved.checkpoint.step).resource
-
-    def _find_last(
-        self, description: "Description", plan: "Plan"
-    ) -> "SaveResult | None":
-        """Returns the last save if it is the base, and of a tree cut like this one."""
-        last = self._last_saved  # a save that begins in the meantime clears it
-        if last is None or description.base is None:
-            return None
-        last_plan, saved = last
-        if description.base.which not in ("latest", saved.checkpoint.step):
-            return None
-        # the outputs of a step may be sharded differently from its inputs
-        is_alike = last_plan is plan or last_plan.tree.is_cut_as(plan.tree)
-        return saved if is_alike else None
 
 
 class _StalledError(Exception):

@@ -178,22 +178,13 @@ class Receipts:
         _check_ordinals(upload, sums)
         count = upload.tree.chunk_count
         tables = await staged
-        own, claims = await self._own_claims(upload, sums, tables)
+        own, claims = await self._claims(upload, sums, tables)
         if not tables.is_all and len(_find_unclaimed(sums, claims)):
             # Other servers may have written tables of this writer.
             tables = await self._all_staged(upload.name, writer)
-            own, claims = await self._own_claims(upload, sums, tables)
+            own, claims = await self._claims(upload, sums, tables)
         stored = await offload(count, _stored_by_writer, upload, writer, sums, own)
-        # 2. Claim the rest from the base and the predecessor, which are only read if
-        #    the writer did not store everything itself.
-        left = _find_unclaimed(sums, claims)
-        if len(left):
-            others = await self._reuse.sources(upload)
-            more = await offload(
-                count, find_claims, upload.tree, sums.take(left), others
-            )
-            claims += [Claims(c.source, left[c.rows], c.found) for c in more]
-        # 3. Write the receipt only now: it states that all of its chunks are stored,
+        # 2. Write the receipt only now: it states that all of its chunks are stored,
         #    and the commit reads the receipts, not the staging tables.
         places = await offload(count, _find_places, upload, sums, claims, stored)
         receipt = await offload(count, pack_table, sums, places)
@@ -212,16 +203,25 @@ class Receipts:
         await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places
 
-    async def _own_claims(
+    async def _claims(
         self, upload: OpenUpload, sums: Sums, tables: Staged
     ) -> tuple[Table, list[Claims]]:
-        """Returns what a writer stored, and the chunks of its receipt in there."""
+        """Returns what a writer stored, and the chunks of its receipt in there. It
+        claims the rest from the base and the predecessor, which are only read if the
+        writer did not store everything itself."""
         count = upload.tree.chunk_count
         own = await tables_at(
             self._bucket, tables.paths, chunk_count=count, known=tables.known
         )
         sources = await self._reuse.table_sources(upload, own, tables.files)
         claims = await offload(count, find_claims, upload.tree, sums, sources)
+        left = _find_unclaimed(sums, claims)
+        if len(left):
+            others = await self._reuse.sources(upload)
+            more = await offload(
+                count, find_claims, upload.tree, sums.take(left), others
+            )
+            claims += [Claims(c.source, left[c.rows], c.found) for c in more]
         return own, claims
 
     async def staged(

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
+from cachetools import TTLCache
 from numpy.typing import NDArray
 
 from storesvc.catalog.catalog import Catalog
@@ -33,7 +34,12 @@ from storesvc.format.chunks import I64, ChunkLocations, Sums, same_sums
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
-from storesvc.save.staging_tables import Table, staged_places, tables_at
+from storesvc.save.staging_tables import (
+    FRESH_SECONDS,
+    Table,
+    staged_places,
+    tables_at,
+)
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import gather_each
@@ -42,6 +48,7 @@ MAX_VERSIONS: Final = 16
 """Maximum versions of one chunk of one writer that can be reused; more are ignored."""
 
 _FILES_AT_ONCE: Final = 64
+_MAX_BASES: Final = 64
 _POLLS: Final = 50
 _POLL_SECONDS: Final = 0.1
 """Delay between reads of the slot of a base that is being purged."""
@@ -88,6 +95,11 @@ class Reuse:
         self._bucket = bucket
         self._catalog = catalog
         self._uploads = uploads
+        self._whole: TTLCache[UploadName, NDArray[np.bool_]]
+        self._whole = TTLCache(_MAX_BASES, FRESH_SECONDS)
+        """For each data file of the base of an upload, whether it was intact a short
+        time ago. A save looks chunks up, finishes and commits, and on a bucket it would
+        make three requests for each file."""
 
     async def sources(self, upload: OpenUpload) -> list[Source]:
         """Returns the chunks that an upload may claim: the chunks of its
@@ -119,7 +131,10 @@ class Reuse:
             ):
                 return []
             manifest = await self._catalog.manifest(run, slot)
-            whole = await self._whole_files(run, manifest.places)
+            whole = self._whole.get(upload.name)
+            if whole is None or self._bucket.has_files:
+                whole = await self._whole_files(run, manifest.places)
+                self._whole[upload.name] = whole
         except CorruptDataError as e:
             _log.warning("%s@%d is not used as a base: %s", run, step, e)
             return []

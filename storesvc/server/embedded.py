@@ -102,6 +102,7 @@ class EmbeddedServer:
         if collect is None:
             collect = not store.bucket.opened.storage.is_remote
         interval = DEFAULT_INTERVAL if collect else timedelta(0)
+        store.receiver.trusts_writers = True
         self._stack.push_async_callback(
             apply_pending_retention, store, _RETENTION_SECONDS, is_collected=collect
         )

@@ -129,9 +129,9 @@ def test_the_cost_is_that_of_the_bytes_that_saves_add() -> None:
     (some_new,) = estimate_cost(whole._replace(added_bytes=48 << 20), storage)
 
     # 4320 saves a month; 437 checkpoints are there at a time
-    assert "53,148,960 writing requests ($265.74)" in all_new.found
+    assert "26,606,880 writing requests ($133.03)" in all_new.found
     assert "20.5 TiB stored ($419.52) a month" in all_new.found
-    assert "116,640 writing requests ($0.58)" in some_new.found
+    assert "90,720 writing requests ($0.45)" in some_new.found
     assert "us-central1, STANDARD, https://cloud.google.com" in some_new.found
     assert PRICES_DATE in some_new.found
 

@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -15,7 +16,8 @@ import pytest
 
 import storesvc_client as store
 from storesvc.catalog import slots
-from storesvc.format.names import LATEST, CheckpointName, RunName
+from storesvc.format.chunks import Sums
+from storesvc.format.names import LATEST, CheckpointName, HoldName, RunName
 from storesvc.save.uploads import OpenUpload
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
@@ -263,6 +265,17 @@ async def report(opened: Store, upload: OpenUpload) -> None:
         pass
 
 
+async def find(opened: Store, upload: OpenUpload) -> list[int]:
+    """Opens the upload, and returns which of its chunks are stored already."""
+
+    async def parts() -> AsyncIterator[Sums]:
+        yield sums(*CHUNKS)
+
+    upload = await opened.uploads.open_recent(upload.name, upload.record.epoch)
+    found = opened.receipts.find(upload, 0, parts())
+    return [chunk async for some in found for chunk in some.tolist()]
+
+
 def file_of(upload: OpenUpload) -> str:
     return f"{upload.name.upload}/{'a' * 32}"
 
@@ -273,8 +286,9 @@ async def put(bucket: FaultyBucket, upload: OpenUpload) -> None:
     await bucket.write_new(place, [b"".join(map(stored, CHUNKS))])
 
 
-async def steps_of_a_save() -> dict[str, int]:
-    """Returns the steps of each call of a save to a run that has a checkpoint."""
+async def steps_of_a_save(*, reuses: bool = False) -> dict[str, int]:
+    """Returns the steps of each call of a save to a run that has a checkpoint, of which
+    it `reuses` all chunks or none."""
     bucket = await FaultyBucket.faulty("memory://")
     opened = await Store.open(bucket)
     first = await begin(opened, RUN, 1)
@@ -288,8 +302,12 @@ async def steps_of_a_save() -> dict[str, int]:
     found = {}
     beginning = begin(opened, RUN, 2, base=CheckpointName(RUN, LATEST))
     found["begin"], upload = await calls.steps_of(beginning)
-    found["object"], _ = await calls.steps_of(put(bucket, upload))
-    found["chunks"], _ = await calls.steps_of(report(opened, upload))
+    if reuses:
+        found["find"], stored = await calls.steps_of(find(opened, upload))
+        assert list(CHUNKS) == stored
+    else:
+        found["object"], _ = await calls.steps_of(put(bucket, upload))
+        found["chunks"], _ = await calls.steps_of(report(opened, upload))
     finishing = finish(opened, upload, sums(*CHUNKS))
     found["finish"], _ = await calls.steps_of(finishing)
     committing = opened.commits.commit(upload.name, upload.record.epoch)
@@ -341,3 +359,62 @@ def test_a_save_waits_for_these_requests() -> None:
     }
 
     assert expected == asyncio.run(steps_of_a_save())
+
+
+def test_a_save_that_reuses_all_waits_for_these_requests() -> None:
+    expected = {
+        "begin": 5,
+        # 1. Read the slots, and list the staging tables. 2. Read the manifest of the
+        # base. 3. Read the ends of its data files, which is done once in a save.
+        "find": 3,
+        # 1. Read the slot, and list the staging tables. 2. Read the slot of the base.
+        # 3. Write the receipt.
+        "finish": 3,
+        # 1. Read the slots and the receipt. 2. Write all objects that the record names.
+        # 3. Write the announcement, and read the one before it. 4. Write the slot.
+        "commit": 4,
+        "discard": 1,
+    }
+
+    assert expected == asyncio.run(steps_of_a_save(reuses=True))
+
+
+async def steps_of_a_hold(*, by_uid: bool) -> int:
+    """Returns the steps of the creation of a hold."""
+    process = await started()
+    upload = await process.create(1)
+    process.bucket.calls = calls = CallsInSteps()
+    creating = process.store.holds.create(
+        HoldName(upload.run, "a" * 32),
+        CheckpointName(upload.run, 1),
+        owner="",
+        ttl=timedelta(minutes=1),
+        uid=upload.upload if by_uid else "",
+    )
+    return (await calls.steps_of(creating))[0]
+
+
+def test_a_hold_of_a_read_waits_for_its_write_and_the_slot() -> None:
+    assert 2 == asyncio.run(steps_of_a_hold(by_uid=True))
+    # 1. Read the hold. 2. Read the slot.
+    assert 4 == asyncio.run(steps_of_a_hold(by_uid=False))
+
+
+@pytest.mark.emulated
+def test_an_embedded_store_reads_no_data_file_and_writes_few_staging_tables(
+    gcs: FakeGcs,
+) -> None:
+    gcs.clear()
+    root = gcs_root()
+    with store.connect(root) as client:
+        run = client.run(str(RUN))
+        run.save(STEP - 1, {}).result()
+        gcs.clear()
+        tree = {f"x{n}": np.ones(3 << 20, np.float32) for n in range(8)}
+        run.save(STEP, tree, base=None).result()
+        found = Counter(kind_of(one, root.rpartition("/bucket/")[2]) for one in gcs.log)
+    gcs.clear()
+
+    assert found["write data file"] > 4
+    assert 0 == found["read data file"]
+    assert found["write staging table"] <= 2  # the second, on a slow machine

@@ -496,7 +496,7 @@ PURGE_DELAY: Final = timedelta(days=3)
 """Time for which a deleted checkpoint keeps its bytes."""
 
 FIXED_WRITES: Final = 15
-BYTES_A_WRITE: Final = 4 << 20
+BYTES_A_WRITE: Final = 8 << 20
 """Writing requests and lists of a direct save: so many, and one more for so many bytes;
 measured by ``python -m benchmarks requests``."""
 

@@ -6,7 +6,8 @@ that it knows a chunk that a power cut cannot take away:
 
 1. Append the chunks of some slabs to a new file.
 2. Make the file durable; the server makes its directory entry durable.
-3. Queue its chunk table, which then goes to the server.
+3. Queue its chunk table, which then goes to the server; on a bucket, together with the
+   tables of other files of the next two seconds.
 
 In a directory, parts are written to a file as they come. A bucket writes an object as a
 whole, so each object is first assembled: it refers to its slabs, which return to the
@@ -579,6 +580,11 @@ class DirectWriter:
         write()
 
 
+TABLE_SECONDS: Final = 2.0
+"""Time for which chunks in a bucket wait for a table with others: so much of an
+interrupted save is sent again, and as rarely a save writes a table."""
+
+
 class _PlacedChunks:
     """The chunks of durable files, on their way to the server. Thread-safe."""
 
@@ -605,6 +611,12 @@ class _PlacedChunks:
             self._parts += ((sums.take(each), places.take(each)) for each in rows)
             self._changed.notify_all()
 
+    @property
+    def _is_full(self) -> bool:
+        """True if no part can be added to the next table."""
+        rows = sum(len(sums) for sums, _ in self._parts)
+        return self._has_ended or rows >= MAX_PART_ROWS
+
     def end(self, error: BaseException | None) -> None:
         """Marks the end of the queue; an error is raised after the last table."""
         with self._changed:
@@ -622,6 +634,8 @@ class _PlacedChunks:
         rows = 0
         with self._changed:
             self._changed.wait_for(lambda: self._parts or self._has_ended)
+            if self._is_merged:
+                self._changed.wait_for(lambda: self._is_full, TABLE_SECONDS)
             # as many parts as one table may have
             while self._parts and rows + len(self._parts[0][0]) <= MAX_PART_ROWS:
                 parts.append(self._parts.popleft())

@@ -427,8 +427,9 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
 
     A writer with direct access to the storage may write chunks to the pool itself, and
     report them with `placed`. The server checks that the data files exist and are long
-    enough, reads none of their bytes, and acknowledges the chunks like the chunks of
-    frames. Readers verify the checksums that the writer reported.
+    enough (but not the objects that its own process wrote to a bucket), reads none of
+    their bytes, and acknowledges the chunks like the chunks of frames. Readers verify
+    the checksums that the writer reported.
 
     The server acknowledges chunks once they are durable, in the order in which they
     were completed: one batch at a time, at the latest a few seconds after the client
@@ -713,8 +714,9 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
 
         A writer with direct access to the storage may write chunks to the pool itself, and
         report them with `placed`. The server checks that the data files exist and are long
-        enough, reads none of their bytes, and acknowledges the chunks like the chunks of
-        frames. Readers verify the checksums that the writer reported.
+        enough (but not the objects that its own process wrote to a bucket), reads none of
+        their bytes, and acknowledges the chunks like the chunks of frames. Readers verify
+        the checksums that the writer reported.
 
         The server acknowledges chunks once they are durable, in the order in which they
         were completed: one batch at a time, at the latest a few seconds after the client

@@ -159,8 +159,8 @@ class Receiver:
         self.max_tables = MAX_BATCHES if bucket.has_files else MAX_TABLES
         """Maximum tables of one stream in flight."""
         self.trusts_writers = False
-        """Whether each direct writer is this process, so that an object that it names
-        exists: the bucket has acknowledged it."""
+        """True if each direct writer is this process: an object that it names exists,
+        because the bucket has acknowledged it."""
         # A slow disk must not occupy the threads that short calls need.
         self._adds = asyncio.Semaphore(MAX_BATCHES)
         self._discarding: set[asyncio.Future[None]] = set()

@@ -180,7 +180,7 @@ class Journal:
         return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
     async def changes(
-        self, run: RunName, uploads: Container[str], *, since: datetime
+        self, run: RunName, uploads: Container[str] | None = None, *, since: datetime
     ) -> AsyncGenerator[tuple[int, pb.Announcement]]:
         """Yields the announced changes of some uploads of a run, the last one first.
 
@@ -188,7 +188,7 @@ class Journal:
 
         Args:
             run: The run.
-            uploads: The uploads.
+            uploads: The uploads; None: all.
             since: Skips announcements that servers made over an hour before this time.
         """
         last = await self.tail(run.namespace)
@@ -197,7 +197,9 @@ class Journal:
             looks = (self._look(run.namespace, number) for number in numbers)
             found = await asyncio.gather(*looks)
             for number, (_, one) in zip(numbers, found, strict=True):
-                if one and one.run == run.run and one.upload in uploads:
+                if one is None or one.run != run.run:
+                    continue
+                if uploads is None or one.upload in uploads:
                     yield number, one
             if not found[-1][0] or any(
                 one and one.create_time.ToDatetime(UTC) < since - _SLACK

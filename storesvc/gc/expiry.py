@@ -383,8 +383,7 @@ class Expiry:
     async def retain(self, run: RunName) -> list[Outcome]:
         """Applies the retention policy of a run, if it has one; returns the
         outcomes."""
-        judge = self._retention.apply_again
-        return await self._reserve.spent_on(self._outcomes, run, judge)
+        return await self._reserve.spent_on(self._outcomes, run, self._retention.apply)
 
     def _preview(
         self, run: RunName, record: pb.RunRecord

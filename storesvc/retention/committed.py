@@ -12,23 +12,28 @@ is right because each change is announced before it is made:
    their names before it deletes a checkpoint by what is in memory.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from cachetools import LRUCache
 
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.journal import READS_AT_ONCE, Journal
+from storesvc.catalog.journal import Journal, expired_token_error
 from storesvc.catalog.records import record_etag
 from storesvc.catalog.slots import COMMITTED
 from storesvc.clock import Clock
-from storesvc.errors import CorruptDataError, FormatUnsupportedError
+from storesvc.errors import (
+    CorruptDataError,
+    FormatUnsupportedError,
+    ResumeTokenExpiredError,
+)
 from storesvc.format.names import RunName, TagName
 from storesvc.lifecycle.holds import References
+from storesvc.retention.policy import Candidate
 from storesvc.storage.requests import gather_each
 from storesvc.watch.events import (
     Held,
@@ -48,24 +53,17 @@ MAX_KEPT: Final = 50_000
 MAX_CHANGES: Final = 1000
 """Announcements of the namespace that are read at most; more, and all slots are."""
 
-YOUNG: Final = timedelta(minutes=10)
-"""Age up to which an announced change may still be being made."""
-
 LIFETIME_SECONDS: Final = 86_400.0
 """Time after which all slots are read again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """The values of a committed checkpoint that a policy may use."""
+class Known(Candidate):
+    """A committed checkpoint, without its tags."""
 
-    step: int
     uid: str
     etag: str
     own_bytes: int
-    commit_time: datetime
-    metrics: Mapping[str, float]
-    pinned: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,16 +101,21 @@ class CommittedCheckpoints:
             CorruptDataError: A slot is damaged.
         """
         self._kept.pop(run, None)
-        elapsed = self._clock.elapsed()
+        elapsed, known = self._clock.elapsed(), dict[int, Known]()
         # The journal before the slots: what is announced afterwards is read later.
-        young = await self._young(run.namespace)
-        tags = await self._references.find_tags(run)
-        known = {one.step: one async for one in self._list(run)}
-        position = Position(young[-1][0] if young else 0)
-        made = Committed(known=known, tags=tags, position=position, elapsed=elapsed)
-        if len(known) < MAX_KEPT and young is not None:
-            with suppress(_UnknownError, FormatUnsupportedError):
-                await self._resolve(run, made, young)
+        tail = await self._journal.tail(run.namespace)
+        changes = self._journal.changes(run, since=self._clock.now())
+        young = [change async for change in changes]
+        tags, before = await self._references.find_tags(run), None
+        while page := await self._catalog.checkpoints(run, before=before, limit=PAGE):
+            known |= {record.step: _describe(record) for record in page}
+            before = page[-1].step
+        made = Committed(
+            known=known, tags=tags, position=Position(tail), elapsed=elapsed
+        )
+        if len(known) < MAX_KEPT:
+            with suppress(FormatUnsupportedError):
+                await self._resolve(run, made, young[::-1])
                 self._kept[run] = made
         return made
 
@@ -122,10 +125,10 @@ class CommittedCheckpoints:
         kept = self._kept.pop(run, None)  # until it is complete
         if kept is None or self._clock.elapsed() - kept.elapsed > LIFETIME_SECONDS:
             return await self.read(run)
-        with suppress(_UnknownError, FormatUnsupportedError):
-            tail = await self._journal.tail(run.namespace)
-            numbers = [*numbers_to_resolve(kept.position, tail)]
-            await self._resolve(run, kept, await self._announced(run, numbers))
+        with suppress(
+            CorruptDataError, FormatUnsupportedError, ResumeTokenExpiredError
+        ):
+            await self._catch_up(run, kept)
             self._kept[run] = kept
             return kept
         return await self.read(run)
@@ -134,73 +137,38 @@ class CommittedCheckpoints:
         """Returns whether all the checkpoints still have a slot."""
         return committed.known.keys() <= {*await self._catalog.steps(run)}
 
-    async def _list(self, run: RunName) -> AsyncIterator[Known]:
-        before = None
-        while page := await self._catalog.checkpoints(run, before=before, limit=PAGE):
-            for record in page:
-                yield _describe(record)
-            before = page[-1].step
-
-    async def _young(self, namespace: str) -> "_Announced | None":
-        """Returns the last announcement, and the young ones before it; None: one of
-        them cannot be read."""
-        first, batch, found = await self._journal.tail(namespace) + 1, 4, list[Any]()
-        while first > 1:
-            numbers = range(max(1, first - batch), first)
-            try:
-                new = await self._read(namespace, numbers)
-            except CorruptDataError:
-                return None
-            if len(found) > MAX_CHANGES:
-                return None
-            found = [(n, a) for n, a in new if a is not None] + found
-            if any(a is None or self._is_old(a) for _, a in new):
-                break  # those before it were trimmed, or are older
-            first, batch = numbers[0], min(2 * batch, READS_AT_ONCE)
-        return found
-
-    def _is_old(self, announcement: pb.Announcement) -> bool:
-        made = announcement.create_time.ToDatetime(UTC)
-        return self._clock.now() - made > YOUNG
-
-    async def _announced(self, run: RunName, numbers: Sequence[int]) -> "_Announced":
+    async def _catch_up(self, run: RunName, kept: Committed) -> None:
+        tail = await self._journal.tail(run.namespace)
+        numbers = [*numbers_to_resolve(kept.position, tail)]
         if len(numbers) > MAX_CHANGES:
-            raise _UnknownError
-        try:
-            found = await self._read(run.namespace, numbers)
-        except CorruptDataError as e:
-            raise _UnknownError from e
-        if any(announcement is None for _, announcement in found):
-            raise _UnknownError
-        return [(number, one) for number, one in found if one is not None]
-
-    async def _read(
-        self, namespace: str, numbers: Sequence[int]
-    ) -> list[tuple[int, pb.Announcement | None]]:
-        read = partial(self._journal.read, namespace)
-        found = await gather_each(read, numbers)
-        return [*zip(numbers, found, strict=True)]
+            raise expired_token_error(run.namespace)
+        read = partial(self._journal.read, run.namespace)
+        own = list[tuple[int, pb.Announcement]]()
+        for number, one in zip(numbers, await gather_each(read, numbers), strict=True):
+            if one is None:
+                raise expired_token_error(run.namespace)
+            if one.run == run.run:
+                own.append((number, one))
+        kept.position = Position(max(tail, kept.position.last), kept.position.pending)
+        await self._resolve(run, kept, own)
 
     async def _resolve(
-        self, run: RunName, committed: Committed, announced: "_Announced"
+        self,
+        run: RunName,
+        committed: Committed,
+        changes: Sequence[tuple[int, pb.Announcement]],
     ) -> None:
-        """Reads what the announcements of a run name."""
-        own = [(number, one) for number, one in announced if one.run == run.run]
-        targets = {(one.tag, one.step, one.upload): one for _, one in own}
-        looks = await gather_each(partial(self._held, run), targets.values())
-        held = dict(zip(targets, looks, strict=True))
-        position, now = committed.position, self._clock.now()
-        for number, one in own:
-            found = held[one.tag, one.step, one.upload]
+        """Reads what announced changes of a run name."""
+        held = await gather_each(lambda change: self._held(run, change[1]), changes)
+        now = self._clock.now()
+        for (number, one), found in zip(changes, held, strict=True):
             outcome = resolve(number, one, found, now=now)
-            position = advance(position, number, outcome)
+            committed.position = advance(committed.position, number, outcome)
             if not one.tag:
                 committed.known.pop(one.step, None)
                 if isinstance(found, pb.CheckpointRecord) and found.state == COMMITTED:
                     committed.known[one.step] = _describe(found)
-        last = max([position.last, *(number for number, _ in announced)])
-        committed.position = Position(last, position.pending)
-        if any(one.tag for _, one in own):
+        if any(one.tag for _, one in changes):
             committed.tags = await self._references.find_tags(run)
 
     async def _held(self, run: RunName, announcement: pb.Announcement) -> Held:
@@ -213,13 +181,6 @@ class CommittedCheckpoints:
             # A save in one call writes a slot that it has not reserved.
             return await self._catalog.reservation(run, announcement.upload)
         return slot and slot[0]
-
-
-class _UnknownError(Exception):
-    """The changes since the last read are not known."""
-
-
-_Announced: TypeAlias = list[tuple[int, pb.Announcement]]
 
 
 def _describe(record: pb.CheckpointRecord) -> Known:

@@ -29,7 +29,7 @@ from storesvc.errors import (
 from storesvc.format.names import RunName
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle, find_purge_delay
 from storesvc.lifecycle.holds import References
-from storesvc.retention.committed import Committed, CommittedCheckpoints
+from storesvc.retention.committed import Committed, CommittedCheckpoints, Known
 from storesvc.retention.policy import (
     Candidate,
     check,
@@ -136,41 +136,26 @@ class RetentionEnforcer:
         for page in _pages(await self._judge(run, policy, committed)):
             yield page
 
-    async def apply(self, run: RunName) -> AsyncGenerator[list[Outcome], None]:
-        """Deletes the checkpoints that the policy of a run does not keep.
+    async def apply(
+        self, run: RunName, record: pb.RunRecord | None = None
+    ) -> AsyncGenerator[list[Outcome], None]:
+        """Deletes the checkpoints that the policy of a run does not keep; reads only
+        those that have changed since the last call.
 
         Yields the outcome of each checkpoint, newest step first, in pages.
-        """
-        record = (await self._catalog.run(run)).record
-        committed = await self._committed.read(run)
-        outcomes = await self._judge(run, _run_policy(record), committed)
-        async for page in self._delete_unkept(run, record, outcomes):
-            yield page
-
-    async def apply_again(
-        self, run: RunName, record: pb.RunRecord
-    ) -> AsyncGenerator[list[Outcome], None]:
-        """As ``apply``, for a server that applies a policy again and again: reads only
-        the checkpoints that have changed since the last call.
 
         Args:
             run: The run.
-            record: Its record.
+            record: Its record; None: it is read.
         """
-        policy = _run_policy(record)
-        committed = await self._committed.update(run)
+        record = record or (await self._catalog.run(run)).record
+        policy, committed = _run_policy(record), await self._committed.update(run)
         outcomes = await self._judge(run, policy, committed)
         # A person may have deleted slots; then other checkpoints are kept.
         is_idle = all(outcome.kept for outcome in outcomes)
         if not is_idle and not await self._committed.is_current(run, committed):
             committed = await self._committed.read(run)
             outcomes = await self._judge(run, policy, committed)
-        async for page in self._delete_unkept(run, record, outcomes):
-            yield page
-
-    async def _delete_unkept(
-        self, run: RunName, record: pb.RunRecord, outcomes: Sequence[Outcome]
-    ) -> AsyncGenerator[list[Outcome], None]:
         delay = find_purge_delay(record)
         newest = outcomes[0] if outcomes else None
         for page in _pages(outcomes):
@@ -189,35 +174,18 @@ class RetentionEnforcer:
     ) -> list[Outcome]:
         if policy is not None:
             check(policy)  # a newer release may have stored a rule unknown to this one
-        metrics = list_metrics(policy) if policy else frozenset()
-        judged: dict[int, Outcome] = {}
-        candidates, present = [], set[str]()
-        for known in committed.known.values():
-            judged[known.step] = Outcome(
-                step=known.step,
-                uid=known.uid,
-                etag=known.etag,
-                own_bytes=known.own_bytes,
-                reasons=(),
-            )
-            tag, named = committed.tags.get(known.uid), metrics & known.metrics.keys()
-            candidates.append(
-                Candidate(
-                    step=known.step,
-                    commit_time=known.commit_time,
-                    metrics={name: known.metrics[name] for name in named},
-                    pinned=known.pinned,
-                    tags=(tag,) if tag else (),
-                )
-            )
-            present.update(known.metrics)
+        known, candidates, present = committed.known, list[Candidate](), set[str]()
+        for one in known.values():
+            tag = committed.tags.get(one.uid)
+            candidates.append(replace(one, tags=(tag,)) if tag else one)
+            present.update(one.metrics)
         if candidates and policy is not None:
             check_metrics(policy, str(run), present)
         # In a thread: many rules over many checkpoints would block the event loop.
         decisions = await asyncio.to_thread(
             decide, policy, candidates, self._clock.now()
         )
-        return [replace(judged[d.step], reasons=d.reasons) for d in decisions]
+        return [_describe_outcome(known[d.step], d.reasons) for d in decisions]
 
     async def _delete_all(
         self, run: RunName, doomed: Sequence[Outcome], newest: Outcome, delay: timedelta
@@ -278,6 +246,16 @@ class RetentionEnforcer:
         if found is None or found[0].upload != outcome.uid:
             return False
         return found[0].state == COMMITTED
+
+
+def _describe_outcome(known: Known, reasons: tuple[str, ...]) -> Outcome:
+    return Outcome(
+        step=known.step,
+        uid=known.uid,
+        etag=known.etag,
+        own_bytes=known.own_bytes,
+        reasons=reasons,
+    )
 
 
 def _run_policy(record: pb.RunRecord) -> retention_pb2.RetentionPolicy | None:

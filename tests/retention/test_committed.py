@@ -58,7 +58,7 @@ async def retained(opened: Store) -> list[Outcome]:
 
 async def retain(opened: Store) -> list[Outcome]:
     found = await opened.runs.create(RUN)
-    pages = opened.retention.apply_again(RUN, found)
+    pages = opened.retention.apply(RUN, found)
     return [outcome async for page in pages for outcome in page]
 
 

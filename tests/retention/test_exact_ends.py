@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import storesvc_client as store
@@ -111,3 +112,34 @@ def test_a_loop_sets_the_purge_delay_together_with_its_policy(tmp_path: Path) ->
             pass
         with pytest.raises(store.InvalidRequestError, match="together with keep="):
             run.loop(every=every, purge_delay=60)
+
+
+def test_a_loop_says_what_deleted_checkpoints_cost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "storesvc_client")
+    with store.connect(f"file://{tmp_path}/store") as client:
+        run = client.run("a/b")
+        for step in range(3):
+            run.save(step, {"x": np.full(1 << 18, step, np.int32)}).result()
+        with run.loop(every=store.Steps(1), keep=store.KeepLatest(1)):
+            pass
+
+    assert (
+        "keep= of a/b: deleted checkpoints keep 2.0 MiB for 3 days; purge_delay= "
+        "changes it"
+    ) in caplog.messages
+
+
+def test_a_loop_without_a_purge_delay_has_no_cost_to_tell(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "storesvc_client")
+    with store.connect(f"file://{tmp_path}/store") as client:
+        run, every = client.run("a/b"), store.Steps(1)
+        with run.loop(
+            every=every, keep=store.KeepLatest(1), purge_delay=0, create=True
+        ):
+            pass
+
+    assert not [line for line in caplog.messages if "deleted checkpoints" in line]

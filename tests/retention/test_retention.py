@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -248,7 +249,8 @@ def test_storectl_tries_and_applies_a_policy(
     assert "would delete 3 of 6 checkpoints, up to" in dry.stderr
     first, second = dry.stderr.splitlines()
     assert " checkpoints, up to " in first
-    assert second.startswith("storectl: deleted checkpoints are purged after ")
+    cost = r"storectl: deleted checkpoints keep [\d.]+ K?i?B for 3 days; --purge-delay "
+    assert re.match(cost, second)
     assert 6 == len(steps(saved))
 
     arguments = [saved.name, "latest(2) | steps(10)", "--apply", "--json"]

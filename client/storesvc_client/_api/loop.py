@@ -80,7 +80,7 @@ from storesvc_client._values.triggers import (
     make_schedule,
     whole_number,
 )
-from storesvc_client._views.texts import size_text
+from storesvc_client._views.texts import purge_text, size_text
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -139,7 +139,11 @@ class LoopPolicy:
             return
         if found is None:
             if writes:
-                retention.set(self._keep, purge_delay=self._purge_delay)
+                info = retention.set(self._keep, purge_delay=self._purge_delay)
+                if info.purge_delay != timedelta(0):
+                    freed = sum(d.own_bytes for d in retention.preview() if not d.kept)
+                    cost = purge_text(freed, info.purge_delay, "purge_delay=")
+                    _log.info("keep= of %s: %s", self._run.name, cost)
         elif found != self._keep:
             raise PreconditionError(
                 f"loop of {self._run.name}: keep=: expected the retention policy of "

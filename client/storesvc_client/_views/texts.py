@@ -59,6 +59,19 @@ def duration_text(length: timedelta) -> str:
     return f"{sign}{whole}.{parts:06d}".rstrip("0") + " seconds"
 
 
+def purge_text(size_bytes: int, delay: timedelta | None, option: str) -> str:
+    """Returns what deleted checkpoints cost, and the option that changes it.
+
+    Args:
+        size_bytes: Bytes that only they use; 0: unknown.
+        delay: The purge delay of the run; None: it has none of its own.
+        option: The option, such as "purge_delay=".
+    """
+    size = size_text(size_bytes) if size_bytes else "their bytes"
+    length = "3 days" if delay is None else duration_text(delay)
+    return f"deleted checkpoints keep {size} for {length}; {option} changes it"
+
+
 def json_value(value: Any) -> Any:
     """Returns the value as JSON types."""
     if is_dataclass(value) and not isinstance(value, type):

@@ -20,6 +20,7 @@ from storesvc_client._views.texts import (
     ABSENT,
     json_value,
     plural,
+    purge_text,
     size_text,
     time_text,
 )
@@ -363,11 +364,10 @@ def retain(
     with connection.open() as client:
         run = client.run(path.run)
         if dry_run:
-            _print_decisions(
-                run.retention.preview(wanted), "would delete", as_json=as_json
-            )
+            decisions = run.retention.preview(wanted)
+            _print_decisions(decisions, "would delete", as_json=as_json)
             if not as_json:
-                _print_when(_delay_text(run))
+                _print_cost(run, decisions)
             return
         if wanted is not None or clear:
             run.retention.set(wanted, purge_delay=purge_delay)
@@ -388,14 +388,20 @@ def retain(
             print_note(f"{run.name} has no retention policy: all its checkpoints stay")
         else:
             click.echo(format_policy(kept))
-            _print_when(_delay_text(run))
+            _print_cost(run, run.retention.preview())
 
 
-def _delay_text(run: "Run") -> str:
-    from storesvc_client._views.texts import duration_text
-
-    delay = run.info().purge_delay
-    return "the server's purge delay" if delay is None else duration_text(delay)
+def _print_cost(run: "Run", decisions: Sequence["RetentionDecision"]) -> None:
+    """Prints the bytes that deleted checkpoints keep, with those that a policy will
+    delete, and how to free them."""
+    damaged: list[Exception] = []  # named by ls
+    held = run.checkpoints(deleted=True, on_damage=damaged.append)
+    freed = sum(c.own_bytes for c in held if c.delete_time)
+    freed += sum(decision.own_bytes for decision in decisions if not decision.kept)
+    print_note(
+        f"{purge_text(freed, run.info().purge_delay, '--purge-delay')}; the next "
+        f"collection after that frees them; {_FREE_NOW}"
+    )
 
 
 def _last_purge(
@@ -411,12 +417,16 @@ def _last_purge(
     return max(filter(None, ends), default=None)
 
 
+_FREE_NOW: Final = (
+    "to free it at once: 'storectl rm RUN@STEP --purge', then 'storectl gc --grace 0s'"
+)
+
+
 def _print_when(purged_after: str) -> None:
     """Prints when the space of deleted checkpoints becomes free."""
     print_note(
         f"deleted checkpoints are purged after {purged_after}, and the next collection "
-        "frees their space; to free it at once: 'storectl rm RUN@STEP --purge', then "
-        "'storectl gc --grace 0s'"
+        f"frees their space; {_FREE_NOW}"
     )
 
 

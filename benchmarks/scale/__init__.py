@@ -13,14 +13,11 @@ slope of log cost over log size, over the sizes from 8 on.
 | a thread with a client and an embedded store of its own | a process of the job |
 | ``tests.support.thread_job``: a dict | the coordination service of jax |
 | records of one real checkpoint, sealed again under other names | steps, runs, files |
-| CPU of all clients and stores, divided by their number | CPU of one process |
 
-Clients, stores and their protocol are the product's. Threads share two cores and one
-lock of the interpreter, so they meet more often than processes do, which finish over
-seconds: what depends on it, such as commits at once, is the upper bound.
+Clients, stores and their protocol are the product's. Threads share the cores, and meet
+more often than processes do: what depends on it, such as commits at once, is a bound.
 
-``works.py`` counts, ``laws.py`` computes, ``bars.py`` judges. Tables, JSON and a plot
-go to ``build/bench/``.
+Tables, JSON and a plot go to ``build/bench/``.
 """
 
 from benchmarks.scale.running import main

@@ -2,5 +2,4 @@
 
 from benchmarks.scale.running import main
 
-if __name__ == "__main__":
-    main()
+main()

@@ -45,10 +45,7 @@ def count(
 
 
 def add_up(requests: Sequence[Logged]) -> Cost:
-    """Returns the figures of requests.
-
-    A refused one (429) or a failed one counts as a request, and is not billed.
-    """
+    """Returns the figures of requests; those that fail are not billed."""
     kinds, classes = Counter[str](), Counter[str]()
     writes = Counter[str]()
     for request in requests:

@@ -95,7 +95,7 @@ def fleet(results: Results, hosts: int) -> dict[str, float]:
     own_bytes = math.ceil(prices.SAVE_BYTES / hosts)
     size = object_bytes(math.ceil(prices.SAVE_BYTES), own_bytes, DEFAULT_STAGING_BYTES)
     files = hosts * math.ceil(own_bytes / size)
-    held = prices.KEPT + prices.DELETED
+    held = prices.HELD
     save_a, save_b = joint("A") + files - hosts, joint("B")  # a file of each is in A
     pass_a, pass_b = collect("A") + files / NAMES_PER_LIST, collect("B")
     stored = held * prices.SAVE_BYTES / 1e9

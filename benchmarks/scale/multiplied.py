@@ -1,14 +1,14 @@
 """A store of many steps, runs or data files: one real checkpoint, multiplied.
 
 Its records are sealed again under other names, by the code of the store, and are put
-into the emulator without a request. ``python -m benchmarks.scale.multiplied M``
-collects a run of M data files and prints what that cost.
+into the emulator without a request.
 """
 
 import gc
 import json
 import re
 import sys
+import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Final
 import numpy as np
 
 import storesvc_client as store
-from benchmarks.scale.counting import count, emulated_bucket
 from storesvc.format import layout
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPaths
@@ -33,8 +32,8 @@ FIRST: Final = RunName("first", "run")
 RUN: Final = RunName("bench", "requests")
 """The run that is made from it; as if an earlier release had written it, it has only
 what no reader can do without."""
-CHECKPOINTS: Final = 10
-"""Checkpoints over which data files are spread."""
+FILES: Final = 8_000
+"""Data files of a checkpoint of 1 TB, of the largest size."""
 
 
 class MultipliedStore:
@@ -71,9 +70,10 @@ class MultipliedStore:
         """Adds a run of checkpoints, each of its part of so many data files."""
         self._add_run(RUN)
         paths, template = RunPaths(RUN), self._bucket[self._place(layout.STORE)]
-        for step in range(CHECKPOINTS):
+        for step, first in enumerate(range(0, files, FILES)):
             upload = uuid.uuid4().hex
-            each = [f"{upload}/{n:032x}" for n in range(files // CHECKPOINTS)]
+            numbers = range(first, min(first + FILES, files))
+            each = [f"{upload}/{n:032x}" for n in numbers]
             for file in each:
                 self._bucket._objects[self._place(paths.data_file(file))] = template
             self._add_checkpoint(RUN, step, each, upload)
@@ -133,22 +133,16 @@ def _read_memory(name: str) -> float:
 
 
 def main() -> None:
-    """Collects twice; prints the cost of the second time as JSON."""
-    files = int(sys.argv[1])
-    with emulated_bucket() as gcs:
-        made = MultipliedStore(gcs, f"gs://{BUCKET}/files")
-        with store.connect(made.root) as client:
-            list(client.collect())  # with all that a first time imports
-            made.add_files(files)
-            gc.collect()
-            gc.freeze()
-            rest = _read_memory("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")
-            list(client.collect())
-            cost = count(gcs, lambda: list(client.collect()))
-            cost["MiB"] = _read_memory("VmHWM") - rest
-    json.dump(cost, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    """Collects a store twice, again after a line on stdin; prints what that cost."""
+    with store.connect(sys.argv[1]) as client:
+        list(client.collect(str(FIRST)))  # with all that a first time imports
+        gc.collect()
+        rest = _read_memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        list(client.collect())
+        print(flush=True)
+        sys.stdin.readline()
+        began = time.process_time()
+        list(client.collect())
+        cpu = time.process_time() - began
+        print(json.dumps({"MiB": _read_memory("VmHWM") - rest, "CPU-s": cpu}))

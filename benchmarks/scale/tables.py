@@ -65,7 +65,6 @@ def _short(value: float) -> str:
 
 def plot(results: Results, file: Path) -> None:
     """Writes the plot of the requests of all series."""
-    # a slow import that only plots need
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,6 @@
-"""The works that are counted, each as its size grows.
+"""The works that are counted: each yields its size, and what it costs at that."""
 
-Each yields the size, and what the work costs at that size.
-"""
-
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeAlias
@@ -19,7 +18,15 @@ import numpy as np
 import storesvc_client as store
 from benchmarks.scale.counting import Cost, add_up, count, emulated_bucket
 from benchmarks.scale.multiplied import RUN, MultipliedStore
-from storesvc.telemetry.events import CallEnded, subscribe, unsubscribe
+from storesvc.server import embedded
+from storesvc.server.app import open_store
+from storesvc.server.gc_scheduler import collecting
+from storesvc.telemetry.events import (
+    CallEnded,
+    StoreCollected,
+    subscribe,
+    unsubscribe,
+)
 from storesvc_client._job.job import JointSave
 from storesvc_client._save import saver
 from tests.fake_gcs import ALWAYS, FakeGcs, Status
@@ -39,6 +46,8 @@ RETENTION_SECONDS: Final = 3.5
 LATE_SECONDS: Final = 12.0
 """Time by which one process is late: the others poll twice or more."""
 SHORT_LEASE_SECONDS: Final = 30.0
+PASS_INTERVAL: Final = timedelta(seconds=1)
+PASSES: Final = 4  # of a server; the last one counts
 
 
 class ProcessThreads:
@@ -80,7 +89,7 @@ class ProcessThreads:
         save.result(timeout=GATHER_SECONDS)
 
     def run(self, part: Callable[[ThreadProcess], None]) -> None:
-        """Calls a function for each process at the same time."""
+        """Runs all processes."""
         for outcome in ThreadJob(len(self._clients)).run(part):
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -166,26 +175,48 @@ def _save_under(gcs: FakeGcs, steps: int, *, has_policy: bool) -> Cost:
 
 
 def collect_many_runs(sizes: Sequence[int]) -> Rows:
-    """R runs of a store: a collection in which nothing happened since the last."""
+    """R runs of a store: a server's pass in which nothing happened since the last."""
     for runs in sizes:
         with emulated_bucket() as gcs:
             made = MultipliedStore(gcs, f"gs://{BUCKET}/runs")
             made.add_runs(runs)
-            with store.connect(made.root) as client:
-                for _ in range(2):
-                    assert list(client.collect())
-                yield runs, count(gcs, lambda: list(client.collect()))
+            yield runs, embedded._run(_count_pass(gcs, made.root))
+
+
+async def _count_pass(gcs: FakeGcs, root: str) -> Cost:
+    marks: list[tuple[int, float]] = []
+    ended = asyncio.Event()
+
+    def mark(event: object) -> None:
+        if isinstance(event, StoreCollected):
+            marks.append((len(gcs.log), time.process_time() - gcs.cpu_seconds))
+            ended.set() if len(marks) == PASSES else None
+
+    subscribe(mark)
+    async with collecting(await open_store(root), PASS_INTERVAL):
+        await ended.wait()
+    unsubscribe(mark)
+    (first, before), (end, after) = marks[-2:]
+    return add_up(gcs.log[first:end]) | {"CPU-s": after - before}
 
 
 def collect_many_files(sizes: Sequence[int]) -> Rows:
     """M data files of a run: a collection in which nothing happened since the last."""
+    program = "from benchmarks.scale.multiplied import main; main()"
     for files in sizes:
-        run = subprocess.run(
-            [sys.executable, "-m", "benchmarks.scale.multiplied", str(files)],
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-        yield files, json.loads(run.stdout)
+        with emulated_bucket() as gcs:
+            made = MultipliedStore(gcs, f"gs://{BUCKET}/files")
+            made.add_files(files)
+            command = [sys.executable, "-c", program, made.root]
+            pipe = subprocess.PIPE
+            with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+                assert child.stdin
+                assert child.stdout
+                child.stdout.readline()
+                gcs.clear()
+                print(file=child.stdin, flush=True)
+                cost = json.loads(child.stdout.read())
+            yield files, add_up(gcs.log) | cost
 
 
 def join_with_many_leaves(sizes: Sequence[int]) -> Rows:

@@ -1,5 +1,6 @@
 """The benchmark of growth fits laws to what it counts, and judges them by its bars."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,9 +17,9 @@ from benchmarks.speed.bars import Results, verdicts
 ROOT = Path(__file__).parents[2]
 SIZES = (1, 8, 64, 256)
 HELD = (
-    "latest: requests, largest N",
+    "collection: requests for a run that did not change",
     "begin and save: requests that N adds",
-    "ls: lists for 3,000 steps",
+    "begin and save: KiB down that N adds",
     "join: KiB of a process, 100,000 leaves",
 )
 """Bars that hold at small sizes, too."""
@@ -111,7 +112,7 @@ def test_a_fleet_pays_for_its_data_files_and_for_each_process() -> None:
         prices.SAVES * ((files + 7000) * 5e-6 + 8000 * 4e-7)
     )
     assert pass_a == pytest.approx(6 + files / 1000)
-    assert found["class B of a collection"] == pytest.approx(435)
+    assert found["class B of a collection"] == pytest.approx(prices.HELD)
     assert "dollars a month, saves" in fleet_table(results)
 
 
@@ -122,6 +123,18 @@ def test_a_table_has_a_column_for_each_size() -> None:
 
     assert "exponent" in text.splitlines()[1]
     assert all(line.endswith("1.00") for line in text.splitlines()[2:])
+
+
+def test_the_page_has_the_bars_of_the_benchmark_and_its_last_tables() -> None:
+    page, results = (
+        (ROOT / name).read_text() for name in ("docs/scale.md", "benchmarks/RESULTS.md")
+    )
+    blocks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+
+    assert 2 == len(blocks)
+    assert all(block in results for block in blocks)
+    lines = blocks[0].splitlines()[1:]
+    assert [bar.what for bar in BARS] == [line[:68].strip() for line in lines]
 
 
 @pytest.mark.slow

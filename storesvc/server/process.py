@@ -50,8 +50,10 @@ from storesvc.server.gc_scheduler import (
     collecting,
 )
 from storesvc.server.security import Audit, Tls, make_security, record_audit
+from storesvc.storage.bucket_settings import warn_of_settings
 from storesvc.storage.config_files import read_file
 from storesvc.storage.location import is_this_machine, is_writable, storage_at
+from storesvc.storage.requests import background_task
 from storesvc.telemetry.events import parse_subject, scope, subscribe, unsubscribe
 
 LogFormat: TypeAlias = Literal["text", "json"]
@@ -482,7 +484,11 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         if serving.metrics and metrics_port:
             _log.info("metrics at http://%s:%d", serving.metrics.host, metrics_port)
         # 3. The collection ends before the drain, and gives its lease back.
-        async with collecting(store, interval):
+        storage = store.bucket.opened.storage
+        async with (
+            background_task(warn_of_settings(storage)),
+            collecting(store, interval),
+        ):
             await stop.wait()
         _log.info("draining")
     # 4. Commits that were answered may still be deleting what they left, and exceed the

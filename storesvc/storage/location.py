@@ -41,6 +41,8 @@ LOCK_SUFFIX: Final = ".__lock"
 
 _LEAST_NAME: Final = 3
 
+_EXPRESS_SUFFIX: Final = "--x-s3"
+
 _BROKEN_URI: Final = re.compile(r"(file|gs|s3|memory):/")
 """Beginning of a URI that became a path, which has no empty part."""
 
@@ -59,6 +61,8 @@ class Storage:
     """True if the storage is reached over a network."""
     endpoint: str | None = None
     """URL of the API of a bucket; None for the provider's default."""
+    user_project: str | None = None
+    """Project of Google Cloud that pays for requests; None: that of the bucket."""
 
     @property
     def is_files(self) -> bool:
@@ -210,9 +214,9 @@ def _local(root: str, spec: Mapping[str, Any]) -> Storage:
 
 
 def _gcs(root: str, url: SplitResult) -> Storage:
-    options = _options(
-        root, url, ("concurrency", "driver", "endpoint", "grpc_endpoint")
-    )
+    known = ("concurrency", "driver", "endpoint", "grpc_endpoint", "userProject")
+    options = _options(root, url, known)
+    project = options.get("userProject")
     driver = options.get("driver", GCS_DRIVERS[0])
     if driver not in GCS_DRIVERS:
         raise InvalidFieldError(
@@ -234,12 +238,19 @@ def _gcs(root: str, url: SplitResult) -> Storage:
         context={
             "gcs_request_concurrency": {"limit": _concurrency(root, options)},
             "gcs_request_retries": NO_RETRIES,
+            **({"gcs_user_project": {"project_id": project}} if project else {}),
         },
+        user_project=project,
     )
 
 
 def _s3(root: str, url: SplitResult) -> Storage:
     options = _options(root, url, ("concurrency", "endpoint", "region"))
+    if url.netloc.endswith(_EXPRESS_SUFFIX):
+        raise InvalidFieldError(
+            f"root {root!r}: expected a general purpose bucket, got a directory bucket "
+            "(S3 Express): its lists are in no order; use another bucket"
+        )
     # Without this, TensorStore probes the endpoint first, and takes one that does not
     # identify itself for one without conditional writes.
     spec: dict[str, Any] = {"driver": S3_DRIVER, "use_conditional_write": True}
@@ -278,6 +289,7 @@ def _remote(
     spec: Mapping[str, Any],
     endpoint: str | None,
     context: Mapping[str, Any],
+    user_project: str | None = None,
 ) -> Storage:
     path = unquote(url.path).strip("/")
     return Storage(
@@ -285,6 +297,7 @@ def _remote(
         spec={**spec, "bucket": url.netloc, "path": f"{path}/" if path else ""},
         context=context,
         endpoint=endpoint,
+        user_project=user_project,
         is_remote=True,
     )
 

@@ -413,7 +413,7 @@ def make_bucket(storage: Storage) -> "Bucket":
     endpoint = find_endpoint(storage)
     options = {"api_endpoint": endpoint} if endpoint else None
     client = Client(project, found, client_options=options)
-    return client.bucket(storage.spec["bucket"])
+    return client.bucket(storage.spec["bucket"], user_project=storage.user_project)
 
 
 def own_credentials(storage: Storage) -> "Credentials":

@@ -317,10 +317,13 @@ def gcs_objects(storage: Storage, provider: "GCSCredentialProvider") -> "GCSStor
 
     endpoint = find_endpoint(storage)
     options: Any = {} if endpoint is None else {"base_url": endpoint}
+    client = _client(endpoint)
+    if storage.user_project is not None:
+        client["default_headers"] = {"x-goog-user-project": storage.user_project}
     return GCSStore(
         storage.spec["bucket"],
         credential_provider=provider,
-        client_options=_client(endpoint),
+        client_options=client,
         retry_config=NO_RETRIES,
         **options,
     )

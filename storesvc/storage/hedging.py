@@ -6,11 +6,12 @@ hedged: a second request is sent, and the first response counts. An overloaded s
 is slow with all requests; a token bucket keeps hedges to a small share of the requests,
 and a read that finds it empty waits.
 
-At its deadline a read is retried. Its first request stays in flight, because it may be
-slow and not stalled; others are abandoned. The deadline doubles with each attempt, and
-after a number of attempts the read fails. It grows with the bytes in flight: on a slow
-network many concurrent reads take long together, and none of them has stalled. Once a
-response has shown how slow the network is, the deadlines follow that.
+At its deadline all requests of a read are abandoned, and it is retried. The first
+request of a write stays in flight, because it may be slow and not stalled. The deadline
+doubles with each attempt, and after a number of attempts the read fails. It grows with
+the bytes in flight: on a slow network many concurrent reads take long together, and
+none of them has stalled. Once a response has shown how slow the network is, the
+deadlines follow that.
 
 The same holds for writes of objects with a single writer, which may be written twice,
 and for conditional changes, of which only the first can take effect.
@@ -119,7 +120,7 @@ class Limits:
     a lower one was measured."""
     tries: int = 3
     """Maximum attempts of a read."""
-    kept: int = 1
+    kept: int = 0
     """Requests, the oldest, that a retry does not abandon."""
 
 
@@ -133,14 +134,10 @@ WRITES: Final = Limits(
     answer_seconds=30.0,
     least_bytes_per_second=2 << 20,
     tries=4,
+    kept=1,
 )
 
-CHANGES: Final = Limits(
-    floor_seconds=1.0,
-    answer_seconds=10.0,
-    # The first request may have made the change, whose retry is a conflict.
-    kept=0,
-)
+CHANGES: Final = Limits(floor_seconds=1.0, answer_seconds=10.0)
 
 
 class Hedging:

@@ -227,11 +227,11 @@ async def send(
     clock = asyncio.get_running_loop().time
     until, pause = clock() + SEND_SECONDS, FIRST_PAUSE_SECONDS
     while True:
-        while wait := window.admit(now=clock()):
-            if window.is_rejecting and clock() + wait > until:
+        while wait := window.admit(now=(began := clock())):
+            if window.is_rejecting and began + wait > until:
                 raise RuntimeError("it rejects requests because of load")
             await asyncio.sleep(add_jitter(wait))
-        began, outcome, asked = clock(), Outcome.DROPPED, 0.0
+        outcome, asked = Outcome.DROPPED, 0.0
         try:
             answered = await ask()
         except Exception as e:

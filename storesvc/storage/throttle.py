@@ -23,7 +23,8 @@ Example:
 
 import re
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
+from contextlib import suppress
 from enum import Enum
 from typing import Final
 
@@ -43,6 +44,10 @@ MAX_RETRY_AFTER_SECONDS: Final = 60.0
 
 FULL_SECONDS: Final = 0.02
 """Time after which to ask again if the window is full."""
+
+STALLED_SECONDS: Final = 15.0
+"""Time after which a request without an answer no longer fills the window: it may have
+stalled, and must not hold up its own retry."""
 
 SLOW_FACTOR: Final = 4.0
 """Factor on the shortest recent latency above which responses are slow."""
@@ -121,7 +126,8 @@ class Window:
         """Maximum requests in flight."""
         self._threshold = float(ceiling)
         """Window up to which each answered request admits one more."""
-        self._in_flight = 0
+        self._in_flight: deque[float] = deque()
+        """When the requests in flight began, except those that may have stalled."""
         self._rejected = 0
         """Rejections in a row; all of one window are one."""
         self.rejection_count = 0
@@ -143,11 +149,13 @@ class Window:
         with self._lock:
             if now < self._open_at:
                 return self._open_at - now
-            if self._in_flight >= int(self.limit):
+            while self._in_flight and self._in_flight[0] <= now - STALLED_SECONDS:
+                self._in_flight.popleft()
+            if len(self._in_flight) >= int(self.limit):
                 return FULL_SECONDS
             if self._rejected:
                 self._open_at = now + self._pause_seconds
-            self._in_flight += 1
+            self._in_flight.append(now)
             return 0.0
 
     def release(
@@ -159,9 +167,10 @@ class Window:
         size_bytes: int = 0,
         retry_after_seconds: float = 0.0,
     ) -> None:
-        """Records the end of an admitted request that began at a time."""
+        """Records the end of a request that was admitted at the time `began`."""
         with self._lock:
-            self._in_flight -= 1
+            with suppress(ValueError):
+                self._in_flight.remove(began)
             if outcome is Outcome.OVERLOADED:
                 self._reject(began, now, retry_after_seconds)
             elif outcome is Outcome.ANSWERED:

@@ -115,9 +115,7 @@ async def test_a_late_duplicate_of_a_write_changes_nothing(
 async def test_a_write_whose_response_was_lost_is_no_conflict(
     root: str, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = Limits(
-        floor_seconds=0.05, unknown_seconds=0.05, answer_seconds=0.5, kept=0
-    )
+    limits = Limits(floor_seconds=0.05, unknown_seconds=0.05, answer_seconds=0.5)
     monkeypatch.setattr(hedging, "CHANGES", limits)
     bucket = await TensorStoreBucket.open(root)
     record = pb.StoreRecord(uid="1")

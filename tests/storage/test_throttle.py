@@ -8,6 +8,7 @@ from storesvc.storage.throttle import (
     MAX_PAUSE_SECONDS,
     MAX_RETRY_AFTER_SECONDS,
     SLOW_LIMIT,
+    STALLED_SECONDS,
     Outcome,
     Window,
     classify,
@@ -20,7 +21,8 @@ def answer(window: Window, count: int, *, now: float, seconds: float = 0.1) -> N
     """Has requests answered one after another."""
     for _ in range(count):
         assert 0.0 == window.admit(now=now)
-        window.release(Outcome.ANSWERED, began=now - seconds, now=now)
+        window.release(Outcome.ANSWERED, began=now, now=now + seconds)
+        now += seconds
 
 
 def reject(window: Window, *, now: float, retry_after_seconds: float = 0.0) -> None:
@@ -37,6 +39,17 @@ def test_a_window_admits_as_many_requests_as_its_ceiling() -> None:
     assert FULL_SECONDS == window.admit(now=0)
     window.release(Outcome.DROPPED, began=0, now=1)
     assert 0.0 == window.admit(now=1)
+
+
+def test_a_request_that_may_have_stalled_does_not_hold_up_its_retry() -> None:
+    window = Window(1)
+    window.admit(now=0)
+    assert FULL_SECONDS == window.admit(now=STALLED_SECONDS - 0.1)
+
+    assert 0.0 == window.admit(now=STALLED_SECONDS)
+    assert FULL_SECONDS == window.admit(now=STALLED_SECONDS)
+    window.release(Outcome.DROPPED, began=0, now=20)
+    assert FULL_SECONDS == window.admit(now=20)
 
 
 def test_the_rejections_of_one_window_halve_it_once() -> None:
@@ -69,7 +82,7 @@ def test_the_window_grows_by_one_for_each_window_of_answers() -> None:
 
     answer(window, 33, now=10)
     assert 32.9 < window.limit < 33.1
-    answer(window, 64 * 64, now=10)
+    answer(window, 64 * 64, now=100)
     assert 64 == window.limit
 
 

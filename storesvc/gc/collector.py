@@ -90,8 +90,6 @@ class Garbage:
     """Number of objects below ``marks.ranges``."""
     partial: "Mapping[str, Partial]"
     """The prefixes of ``marks.partial`` with garbage."""
-    is_cut: bool
-    """True if data files are left to look at in the next pass."""
     holds: Mapping[str, Generation]
     """Paths of expired holds, with the generations read."""
     tags: Mapping[str, Generation]
@@ -120,12 +118,8 @@ class Partial:
     """Hashes of the files that are kept."""
 
 
-_LOOKED_AT: Final = 2_000_000
-"""Maximum data files of uploads of which some may be garbage that are looked at at a
-time."""
-
-_KEPT_NAMES: Final = 4_000_000
-"""Maximum names that the garbage of a pass is found by."""
+_TABLES_AT_ONCE: Final = 4
+"""File tables that are read at a time; each may have megabytes."""
 
 
 class GarbageFinder:
@@ -200,13 +194,12 @@ class GarbageFinder:
             named=named,
         )
         run = state.places.name
-        partial, is_cut = await self._look(state, known, marks.partial, named, tables)
+        partial = await self._look(state, known, marks.partial, named, tables)
         self._forget(state)
         return Garbage(
             marks=marks,
             ranges=sum(state.ranges[prefix].number for prefix in marks.ranges),
             partial=partial,
-            is_cut=is_cut,
             holds=await self._leases.holds(run, state),
             tags=await self._tags(run),
         )
@@ -216,24 +209,17 @@ class GarbageFinder:
     ) -> Naming:
         """Returns what file tables name."""
         named, listed = Naming(state), set(state.listed)
-        sizes = dict.fromkeys(tables, 0)
-        for place, must_be in tables.items():
-            slot = known[state.places.parse_upload(place) or ""].slot
-            if must_be and slot is not None:
-                sizes[place] = slot.manifest_bytes
-        async for place, groups in self._tables.read_all(sizes):
+        summarize = self._tables.summarize
+        found = await gather_each(summarize, tables, at_once=_TABLES_AT_ONCE)
+        for (place, must_be), groups in zip(tables.items(), found, strict=True):
             # One that is remembered may have been removed since.
-            if groups is None or (
-                place not in listed and not await self._is_there(place)
+            if groups is not None and (
+                place in listed or await self._bucket.read(place)
             ):
-                if tables[place]:
-                    raise _without_table(state, known, place)
-            else:
                 named.add(place, groups)
+            elif must_be:
+                raise _without_table(state, known, place)
         return named
-
-    async def _is_there(self, place: str) -> bool:
-        return await self._bucket.read(place) is not None
 
     async def _look(
         self,
@@ -242,48 +228,25 @@ class GarbageFinder:
         prefixes: Sequence[str],
         named: Naming,
         tables: Mapping[str, bool],
-    ) -> tuple[dict[str, Partial], bool]:
-        """Returns the garbage among data files of which some are named, by prefix, and
-        whether some are left for the next pass."""
-        found: dict[str, Partial] = {}
-        left, at_once, held = list(prefixes), list[str](), 0
-        while left:
-            at_once.append(left.pop())
-            size = sum(state.ranges[prefix].number for prefix in at_once)
-            if left and size < _LOOKED_AT:
-                continue
-            kept = await self._keep(state, known, at_once, named, tables)
-            for prefix in at_once:
-                count = 0
-                async for page in list_pages(self._bucket, prefix):
-                    count += len(select_garbage(state.places, page, kept[prefix]))
-                if count:
-                    found[prefix] = Partial(garbage=count, named=kept[prefix])
-                    held += len(kept[prefix])
-            at_once = []
-            if held > _KEPT_NAMES:
-                break
-        return found, bool(left)
-
-    async def _keep(
-        self,
-        state: RunState,
-        known: Mapping[str, Fate],
-        prefixes: Sequence[str],
-        named: Naming,
-        tables: Mapping[str, bool],
-    ) -> dict[str, Hashes]:
-        """Returns the hashes of the data files that are named, by prefix."""
+    ) -> dict[str, Partial]:
+        """Returns the garbage among data files of which some are named, by prefix."""
         kept = {prefix: np.empty(0, np.uint64) for prefix in prefixes}
         uploads = {state.places.parse_upload(p) or "": p for p in prefixes}
         for place in dict.fromkeys(t for u in uploads for t in named.tables[u]):
             hashes = await self._tables.read_hashes(place)
             if hashes is None and tables[place]:
                 raise _without_table(state, known, place)
-            for upload in uploads.keys() & (hashes or {}).keys():
-                prefix = uploads[upload]
-                kept[prefix] = np.union1d(kept[prefix], (hashes or {})[upload])
-        return kept
+            for upload, group in (hashes or {}).items():
+                if prefix := uploads.get(upload):
+                    kept[prefix] = np.union1d(kept[prefix], group)
+        found: dict[str, Partial] = {}
+        for prefix, names in kept.items():
+            count = 0
+            async for page in list_pages(self._bucket, prefix):
+                count += len(select_garbage(state.places, page, names))
+            if count:
+                found[prefix] = Partial(garbage=count, named=names)
+        return found
 
     def past_grace(self, state: RunState, grace: timedelta) -> set[str]:
         """Returns the uploads that ended longer than a grace period ago.
@@ -547,8 +510,6 @@ class Progress:
             "it; restore the record of its step, or delete that"
             for upload in kept
         ]
-        if garbage.is_cut:
-            reasons.append("there is more than one pass deletes; collect again")
         return replace(self, garbage_objects=len(garbage), postponed="; ".join(reasons))
 
 

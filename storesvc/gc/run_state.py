@@ -14,7 +14,7 @@ if two checkpoints use different parts of a file whose own checkpoint was purged
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -203,9 +203,6 @@ class RunReader:
 _KNOWN_GROUPS: Final = 50_000
 """Maximum uploads in the summaries of file tables that are remembered."""
 
-_TABLE_BYTES: Final = 16 << 20
-"""Maximum bytes of the file tables that are read at a time, or a larger one."""
-
 
 class FileTables:
     """Summaries of the file tables of a bucket. A table never changes, so each is read
@@ -217,32 +214,21 @@ class FileTables:
             _KNOWN_GROUPS, getsizeof=lambda groups: 1 + len(groups)
         )
 
-    async def read_all(
-        self, tables: Mapping[str, int]
-    ) -> AsyncIterator[tuple[str, Mapping[str, Names] | None]]:
-        """Yields the files that each table names, by upload; None: it is missing.
-
-        Args:
-            tables: Their paths, with the most bytes that each has; 0: unknown.
+    async def summarize(self, place: str) -> Mapping[str, Names] | None:
+        """Returns the files that a table names, by upload; None: it is missing.
 
         Raises:
-            CorruptDataError: One is damaged.
+            CorruptDataError: It is damaged.
         """
-        batch, held = list[str](), 0
-        for place, known_bytes in tables.items():
-            known = self._known.get(place)
-            if known is not None:
-                yield place, known
-                continue
-            size_bytes = known_bytes or _TABLE_BYTES
-            if batch and held + size_bytes > _TABLE_BYTES:
-                for found in await gather_each(self._summarize, batch):
-                    yield found
-                batch, held = [], 0
-            batch.append(place)
-            held += size_bytes
-        for found in await gather_each(self._summarize, batch):
-            yield found
+        if (known := self._known.get(place)) is not None:
+            return known
+        hashes = await self.read_hashes(place)
+        if hashes is None:
+            return None
+        found = {upload: summarize(group) for upload, group in hashes.items()}
+        with suppress(ValueError):  # too large to be remembered
+            self._known[place] = found
+        return found
 
     async def read_hashes(self, place: str) -> dict[str, Hashes] | None:
         """Returns the hashes of the files that a table names, by upload, ascending;
@@ -255,15 +241,6 @@ class FileTables:
         if table is None:
             return None
         return await asyncio.to_thread(hash_files, table.file)
-
-    async def _summarize(self, place: str) -> tuple[str, Mapping[str, Names] | None]:
-        hashes = await self.read_hashes(place)
-        if hashes is None:
-            return place, None
-        found = {upload: summarize(group) for upload, group in hashes.items()}
-        with suppress(ValueError):  # too large to be remembered
-            self._known[place] = found
-        return place, found
 
 
 def hash_files(files: Iterable[str]) -> dict[str, Hashes]:

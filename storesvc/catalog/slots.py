@@ -339,7 +339,9 @@ def lost(
     name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
 ) -> UploadNotFoundError | UploadSupersededError:
     """Returns the error of an upload that has lost its slot, or can never own it."""
-    never_held = slot is not None and slot.state == FREE and slot.epoch < record.epoch
+    # A slot that is freed for another upload has its epoch, which may be the same if
+    # neither has held the slot.
+    never_held = slot is not None and slot.state == FREE and slot.epoch <= record.epoch
     if slot is None or slot.upload == name.upload or never_held:
         return absent(name)
     return UploadSupersededError(

@@ -21,7 +21,8 @@ def saved(run: store.Run) -> store.Run:
     same = np.ones(1000, np.float32)
     for step in (10, 20, 30):
         tree = {"params": {"same": same, "w": np.full(3, step, np.float32)}}
-        run.save(step, tree, metrics={"loss": 3 - step / 100}).result()
+        base = step - 10 or None  # a small tree is sent whole without one
+        run.save(step, tree, base=base, metrics={"loss": 3 - step / 100}).result()
     return run
 
 

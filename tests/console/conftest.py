@@ -12,13 +12,17 @@ from tests.support.server_process import ServerProcess
 
 @pytest.fixture(scope="module")
 def server_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server that does not apply the retention policy of ``seed``; its
-    audit log has hostile names."""
+    """Address of a server with the runs of ``seed``, whose policy it does not apply,
+    since it is another one than committed them; its audit log has hostile names."""
     folder = tmp_path_factory.mktemp("server")
     log = folder / "audit.log"
     log.write_bytes(hostile_entries())
     options = ("--gc-interval", "0s", "--audit-log", str(log))
     server = ServerProcess(folder / "store", folder, *options)
+    server.start()
+    with store.connect(server.address) as client:
+        seed(client)
+        server.kill()
     server.start()
     yield server.address
     server.kill()
@@ -26,9 +30,8 @@ def server_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def seeded(server_address: str) -> Iterator[store.Client]:
-    """A client of a server with the runs of ``seed``; its tests change nothing."""
+    """A client of that server; its tests change nothing."""
     with store.connect(server_address) as client:
-        seed(client)
         yield client
 
 

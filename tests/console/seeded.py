@@ -38,6 +38,7 @@ def seed(client: store.Client) -> None:
         run.save(
             step,
             state(step),
+            base=step - 100 if step else None,  # a small state is sent whole without
             metrics={"loss": 4 / (1 + step / 200), "lr": 3e-4},
             labels={"stage": "warmup" if step < 200 else "main"},
             items={"config": {"layers": LAYERS}, "notes": "hello"},
@@ -45,7 +46,6 @@ def seed(client: store.Client) -> None:
     run.tags.set("best", 400)
     run.update(300, pinned=True)
     run.delete(100)
-    run.retention.set(store.KeepLatest(2) | store.KeepTagged())
     other = client.run("tests/hostile")
     other.save(
         7,
@@ -57,6 +57,8 @@ def seed(client: store.Client) -> None:
         8, {HOSTILE: np.zeros(3, np.float32)}, metrics={f"loss{HOSTILE}": 0.5}
     ).result()
     client.run("tests/single").save(1, np.float32(2.5)).result()
+    # Last: the server soon applies it.
+    run.retention.set(store.KeepLatest(2) | store.KeepTagged())
 
 
 def hostile_entries() -> bytes:

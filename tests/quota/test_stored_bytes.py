@@ -164,7 +164,7 @@ def test_shared_bytes_are_charged_to_the_checkpoint_that_uses_them(
         run = client.run(RUN)
         tree = {"w": leaf(0, 400_000)}
         run.save(1, tree).result()
-        run.save(2, tree).result()
+        run.save(2, tree, base=1).result()
         assert on_disk(tmp_path) < 450_000
         run.delete(1, purge_delay=0)
         run.purge(1)

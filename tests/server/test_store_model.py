@@ -784,6 +784,39 @@ TestStore.settings = settings(
 )
 
 
+class DrawnStep(st.DataObject):
+    """Draws the last step."""
+
+    def __init__(self) -> None:
+        pass
+
+    def draw(self, strategy: Any, label: Any = None) -> Any:
+        del strategy, label
+        return LAST_STEP
+
+
+def test_a_step_that_a_collection_frees_between_two_tries_of_a_begin_can_be_begun() -> (
+    None
+):
+    machine = StoreMachine()
+    machine.start()
+    try:
+        machine.die_in_begin(died_at=2, step=LAST_STEP)
+        beside = Trouble(Fault.LATE, 0, is_concurrent=True)
+        machine.purge(step=0, trouble=beside)  # the collection sees the dead upload
+        machine.time_passes(minutes=11)
+        machine.save(
+            content=(0,) * CHUNKS,
+            base=None,
+            trouble=Trouble(Fault.LOST, 0, is_concurrent=True),
+            earlier={},
+            later={},
+            data=DrawnStep(),
+        )
+    finally:
+        machine.teardown()
+
+
 class GcsStoreMachine(StoreMachine):
     """The same test in a bucket."""
 

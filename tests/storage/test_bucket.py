@@ -603,7 +603,7 @@ def test_a_root_with_a_fragment_is_rejected(root: str) -> None:
         ("concurrency=many", "concurrency=1 to 4096"),
         (
             "concurency=9",
-            "concurrency, driver, endpoint and grpc_endpoint, got concurency",
+            "driver, endpoint, grpc_endpoint and userProject, got concurency",
         ),
         ("concurrency=3&concurrency=4", "each option once, got 'concurrency=3&con"),
     ],

@@ -20,6 +20,7 @@ from storesvc_client._job.job import JointSave
 from storesvc_client._save import saver, writers
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Logged
+from tests.support.jax_job import run_job
 from tests.support.thread_job import ThreadJob, ThreadProcess
 from tests.support.thread_server import ThreadServer
 
@@ -320,3 +321,12 @@ def test_the_board_keeps_only_the_last_step_of_each_process(
 
     expected = {f"storesvc/steps/{RUN}/{index}": "3" for index in range(4)}
     assert expected == job.board
+
+
+@pytest.mark.slow
+def test_the_coordination_service_of_jax_forgets_what_was_saved(tmp_path: Path) -> None:
+    part, target = "tests.support.job_parts:keys_after_saves", tmp_path.as_uri()
+
+    outcomes = run_job(part, 2, devices=1, target=target, steps=3)
+
+    assert [[f"storesvc/steps/{RUN}/{index}" for index in (0, 1)]] * 2 == outcomes

@@ -528,3 +528,17 @@ def disagrees(target: str) -> list[str]:
             return get_error(lambda: run.save(step, tree, distributed=leased).result())
 
         return [raised(step, name) for step, name in enumerate(leaves)]
+
+
+def keys_after_saves(target: str, steps: int) -> list[str]:
+    """Saves some steps in all processes; returns the keys of saves that jax keeps."""
+    from jax._src.distributed import global_state
+
+    where = mesh(jax.process_count(), jax.local_device_count())
+    with store.connect(target) as client:
+        for step in range(steps):
+            client.run(RUN).save(step, rows_on(where)).result()
+    sync_global_devices("saved")
+    board: Any = global_state.client
+    kept = board.key_value_dir_get("storesvc/")
+    return sorted(key for key, _ in kept if key.startswith("storesvc/s"))

@@ -18,7 +18,7 @@ LEAST_SIZE: Final = 8
 """Sizes below show what one process does first, and no law."""
 
 _LEAST_COST: Final = 0.01
-"""What nothing counts as, which has no logarithm."""
+"""The least cost: zero has no logarithm."""
 
 NAMES_PER_LIST: Final = 1000
 

@@ -50,7 +50,7 @@ from storesvc.server.gc_scheduler import (
     collecting,
 )
 from storesvc.server.security import Audit, Tls, make_security, record_audit
-from storesvc.storage.bucket_settings import warn_of_settings
+from storesvc.storage.bucket_settings import warn_about_settings
 from storesvc.storage.config_files import read_file
 from storesvc.storage.location import is_this_machine, is_writable, storage_at
 from storesvc.storage.requests import background_task
@@ -486,7 +486,7 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         # 3. The collection ends before the drain, and gives its lease back.
         storage = store.bucket.opened.storage
         async with (
-            background_task(warn_of_settings(storage)),
+            background_task(warn_about_settings(storage)),
             collecting(store, interval),
         ):
             await stop.wait()

@@ -19,7 +19,7 @@ from storesvc.storage.requests import run_in_daemon_thread
 _log = logging.getLogger(__name__)
 
 
-async def warn_of_settings(storage: Storage) -> None:
+async def warn_about_settings(storage: Storage) -> None:
     """Logs a warning for each setting of a bucket that harms a store, or costs; nothing
     if the settings cannot be read, or the storage is no bucket."""
     if not storage.is_remote:

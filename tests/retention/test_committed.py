@@ -1,4 +1,4 @@
-"""What a server remembers of the checkpoints of a run is what it would read."""
+"""The memory of a run, for its policy, equals a fresh read of all its slots."""
 
 import asyncio
 import uuid
@@ -52,7 +52,7 @@ async def set_policy(opened: Store, policy: store.RetentionPolicy) -> None:
 
 
 async def retained(opened: Store) -> list[Outcome]:
-    """What the server does after a commit."""
+    """Applies the policy as a server does after a commit."""
     return await opened.collector._expiry.retain(RUN)
 
 

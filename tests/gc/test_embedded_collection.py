@@ -3,6 +3,7 @@
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,3 +79,10 @@ def test_a_policy_without_a_collector_is_warned_about_once(
 def test_a_server_is_not_told_whether_to_collect() -> None:
     with pytest.raises(store.InvalidRequestError, match="collect= with the root"):
         store.connect("localhost:1", collect=True)
+
+
+def test_a_value_of_collect_that_is_no_bool_is_rejected(tmp_path: Path) -> None:
+    wrong: Any = "yes"
+    with pytest.raises(store.InvalidRequestError, match="True, False or None, got 'ye"):
+        store.connect(tmp_path.as_uri(), collect=wrong)
+    assert [] == list(tmp_path.iterdir())

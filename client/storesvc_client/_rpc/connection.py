@@ -457,6 +457,10 @@ def open_connection(
         UnauthenticatedError: The token cannot be used.
         UnavailableError: A name in a list of servers has no address.
     """
+    if collect is not None and not isinstance(collect, bool):
+        raise InvalidRequestError(
+            f"connect: collect=: expected True, False or None, got {collect!r}"
+        )
     if is_root(target):
         _check_bare(target, ca=ca, cert=cert, key=key, token=token, insecure=insecure)
         server = start_embedded(target, timeout=timeout, collect=collect)

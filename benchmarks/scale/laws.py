@@ -57,13 +57,6 @@ def at_size(found: Mapping[int, float], size: int, *, least: float = 0.0) -> flo
     return float(found[largest] * (size / largest) ** law)
 
 
-def on_line(found: Mapping[int, float], size: int) -> float:
-    """Returns a figure at a size, on the line through the two largest sizes."""
-    if size in found:
-        return found[size]
-    return last(found) + max(slope(found), 0.0) * (size - max(found))
-
-
 def slope(found: Mapping[int, float]) -> float:
     """Returns what each further one costs, between the two largest sizes."""
     if len(found) < 2:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import pytest
 
 import storesvc_client as store
 from storesvc.format import layout
@@ -22,9 +23,12 @@ from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal, unseal
+from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.fake_gcs import FakeGcs
 from tests.fake_gcs.objects import Content
+from tests.support.collecting_process import Process
+from tests.support.crowded_bucket import CrowdedBucket, name_all
 from tests.support.gcs_calls import BUCKET
 
 FIRST: Final = RunName("first", "run")
@@ -132,13 +136,19 @@ def _read_memory(name: str) -> float:
     return int(kib) / 1024
 
 
+def _begin_measuring() -> float:
+    """Resets the most memory of this process; returns what it has at rest, in MiB."""
+    gc.collect()
+    rest = _read_memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    return rest
+
+
 def main() -> None:
     """Collects a store twice, again after a line on stdin; prints what that cost."""
     with store.connect(sys.argv[1]) as client:
         list(client.collect(str(FIRST)))  # with all that a first time imports
-        gc.collect()
-        rest = _read_memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
+        rest = _begin_measuring()
         list(client.collect())
         print(flush=True)
         sys.stdin.readline()
@@ -146,3 +156,22 @@ def main() -> None:
         list(client.collect())
         cpu = time.process_time() - began
         print(json.dumps({"MiB": _read_memory("VmHWM") - rest, "CPU-s": cpu}))
+
+
+async def collect_names(files: int) -> None:
+    """Collects a store in memory whose lists and file tables have so many data files;
+    prints what that cost a new process."""
+    bucket = await CrowdedBucket.faulty("memory://")
+    assert isinstance(bucket, CrowdedBucket)
+    process = await Process.over(bucket)
+    for step in range(files // FILES):
+        await process.create(step)
+    other = replace(process, store=await Store.open(bucket, clock=process.clock))
+    bucket.files = FILES
+    with pytest.MonkeyPatch.context() as patch:
+        name_all(patch, FILES)
+        rest, began = _begin_measuring(), time.process_time()
+        progress = await other.collect()
+    cpu, most = time.process_time() - began, _read_memory("VmHWM")
+    assert 0 == progress.garbage_objects == len(progress.postponed)
+    print(json.dumps({"MiB": most - rest, "CPU-s": cpu}))

@@ -17,14 +17,15 @@ from benchmarks.speed.tables import bars_table
 Sizes: TypeAlias = Sequence[int]
 
 SERIES: Final[Mapping[str, tuple[Callable[[Sizes], works.Rows], Sizes, Sizes]]] = {
-    "save": (works.save_jointly, (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 8, 16)),
-    "late": (works.wait_for_one, (8, 64, 256), ()),
+    "save": (works.save_jointly, (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 8, 32)),
+    "late": (works.wait_for_one, (8, 64, 256), (8,)),
     "steps": (works.use_many_steps, (10, 100, 1000, 3000, 10_000), (30, 300)),
-    "retention": (works.retain_after_commit, (10, 1000, 10_000), ()),
+    "retention": (works.retain_after_commit, (10, 1000, 10_000), (300,)),
     "runs": (works.collect_many_runs, (10, 100, 1000), (10, 30)),
-    "files": (works.collect_many_files, (10_000, 100_000, 300_000), ()),
+    "files": (works.collect_many_files, (10_000, 100_000, 1_000_000), (1000, 10_000)),
+    "names": (works.collect_simulated_names, (10**6, 50 * 10**6), (10**6,)),
     "leaves": (works.join_with_many_leaves, (100, 1000, 10_000), (100, 1000)),
-    "outage": (works.meet_an_outage, (5, 60), ()),
+    "outage": (works.meet_an_outage, (8, 64, 256), (4,)),
 }
 """Works, and their sizes: all, and of ``--quick``."""
 
@@ -32,7 +33,7 @@ SERIES: Final[Mapping[str, tuple[Callable[[Sizes], works.Rows], Sizes, Sizes]]] 
 def main() -> None:
     """Runs them; fails with ``--assert`` if a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale")
-    parser.add_argument("--quick", action="store_true", help="small sizes: 20 s")
+    parser.add_argument("--quick", action="store_true", help="small sizes: a minute")
     parser.add_argument("--only", nargs="+", choices=SERIES, default=[*SERIES])
     parser.add_argument("--assert", action="store_true", help="fail if one is missed")
     arguments = parser.parse_args()

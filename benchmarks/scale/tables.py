@@ -24,8 +24,12 @@ ROWS: Final = {
     "retention": ("requests", "LIST", "GET"),
     "runs": ("requests", "A", "B", "CPU-s"),
     "files": ("requests", "A", "B", "MiB", "CPU-s"),
+    "names": ("MiB", "CPU-s"),
     "leaves": ("KiB of joins a process", "CPU-s"),
-    "outage": ("requests", "a second"),
+    "outage": (
+        *("seconds", "requests", "a second", "most in a second"),
+        *("last save ends after", "failed"),
+    ),
 }
 """Figures of each series that the tables show."""
 

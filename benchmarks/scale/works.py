@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 import storesvc_client as store
+from benchmarks.scale import laws
 from benchmarks.scale.counting import Cost, add_up, count, emulated_bucket
 from benchmarks.scale.multiplied import RUN, MultipliedStore
 from storesvc.server import embedded
@@ -46,6 +48,11 @@ RETENTION_SECONDS: Final = 3.5
 LATE_SECONDS: Final = 12.0
 """Time by which one process is late: the others poll twice or more."""
 SHORT_LEASE_SECONDS: Final = 30.0
+OUTAGE_SECONDS: Final = 60
+SHORT_OUTAGE_SECONDS: Final = 20
+"""Length of an outage of fewer processes than 8."""
+_WINDOWS: Final = [f"?concurrency={32 + n}" for n in range(1024)]
+"""Ceilings of windows: those of one process with another ceiling are others."""
 PASS_INTERVAL: Final = timedelta(seconds=1)
 PASSES: Final = 4  # of a server; the last one counts
 
@@ -53,12 +60,17 @@ PASSES: Final = 4  # of a server; the last one counts
 class ProcessThreads:
     """Processes of a job as threads, each with a client and a store of its own."""
 
-    def __init__(self, stack: ExitStack, root: str, processes: int) -> None:
+    def __init__(
+        self, stack: ExitStack, root: str, processes: int, *, is_one: bool = True
+    ) -> None:
+        """Creates them; unless `is_one`, each with a window of its own, which those of
+        one process share."""
         thread_job.GATHER_SECONDS = GATHER_SECONDS
         vars(saver)["_joint_save"] = self._find_joint_save
         self._joined = threading.local()
         store.connect(root).close()  # creates the store
-        clients = [store.connect(root) for _ in range(processes)]
+        windows = [""] * processes if is_one else _WINDOWS[:processes]
+        clients = [store.connect(root + window) for window in windows]
         self._clients = [stack.enter_context(each) for each in clients]
 
     def _find_joint_save(self, *what: Any) -> JointSave | None:
@@ -87,6 +99,12 @@ class ProcessThreads:
         run = self._clients[process.index].run(str(RUN))
         save = run.save(step, state, distributed=store.Distributed(lease=lease))
         save.result(timeout=GATHER_SECONDS)
+
+    def save_alone(self, process: ThreadProcess, *, step: int) -> None:
+        """Saves a state of a process in a run of its own."""
+        run = self._clients[process.index].run(f"alone/run-{process.index}")
+        state = {"x": np.full(2 << 20, step, np.uint8)}
+        run.save(step, state).result(timeout=GATHER_SECONDS)
 
     def run(self, part: Callable[[ThreadProcess], None]) -> None:
         """Runs all processes."""
@@ -219,6 +237,17 @@ def collect_many_files(sizes: Sequence[int]) -> Rows:
             yield files, add_up(gcs.log) | cost
 
 
+def collect_simulated_names(sizes: Sequence[int]) -> Rows:
+    """M names of data files, simulated in memory: the collection of a new process."""
+    program = (
+        "import asyncio, sys; from benchmarks.scale.multiplied import collect_names; "
+        "asyncio.run(collect_names(int(sys.argv[1])))"
+    )
+    for files in sizes:
+        command = [sys.executable, "-c", program, str(files)]
+        yield files, json.loads(subprocess.check_output(command, text=True))
+
+
 def join_with_many_leaves(sizes: Sequence[int]) -> Rows:
     """L leaves: what 4 processes send to their stores when they join a save."""
     sent: list[CallEnded] = []
@@ -242,23 +271,41 @@ def join_with_many_leaves(sizes: Sequence[int]) -> Rows:
 
 
 def meet_an_outage(sizes: Sequence[int]) -> Rows:
-    """S seconds in which the bucket answers each request of a process with 503."""
-    with emulated_bucket() as gcs, ExitStack() as stack:
-        client = stack.enter_context(store.connect(f"gs://{BUCKET}/outage"))
-        state = {f"w{i}": np.zeros(1 << 20, np.uint8) for i in range(64)}
-        for seconds in sizes:
-            for step, leaf in enumerate(state.values()):
-                leaf[:] = step + seconds
+    """P processes, each of which saves alone while the bucket answers all with 503."""
+    for processes in sizes:
+        is_short = processes < laws.LEAST_SIZE
+        seconds = SHORT_OUTAGE_SECONDS if is_short else OUTAGE_SECONDS
+        with emulated_bucket() as gcs, ExitStack() as stack:
+            root = f"gs://{BUCKET}/outage"
+            job = ProcessThreads(stack, root, processes, is_one=False)
+            job.run(partial(job.save_alone, step=1))
+            cost: Cost = {}
+            outage = threading.Timer(seconds, _end_outage, (gcs, cost))
             gcs.clear()
             gcs.fault(".", Status(503), times=ALWAYS)
-            save = client.run(str(RUN)).save(seconds, state)
-            time.sleep(seconds)
-            cost, failed = add_up(gcs.log), 0
-            gcs.clear()
-            try:
-                save.result(timeout=GATHER_SECONDS)
-            except store.StoreError as e:
-                print(f"  after {seconds} s of 503: {e}", file=sys.stderr)
-                failed = 1
-            a_second = cost["requests"] / seconds
-            yield seconds, cost | {"a second": a_second, "failed": failed}
+            outage.start()
+            save = partial(job.save_alone, step=2)
+            outcomes = ThreadJob(processes).run(save)
+            ended = time.monotonic()
+            outage.join()
+            failed = [each for each in outcomes if isinstance(each, BaseException)]
+            for error in failed[:1]:
+                print(f"  after {seconds} s of 503: {error}", file=sys.stderr)
+            yield (
+                processes,
+                cost
+                | {
+                    "seconds": seconds,
+                    "a second": cost["requests"] / seconds,
+                    "last save ends after": ended - cost["ended"],
+                    "failed": len(failed),
+                },
+            )
+
+
+def _end_outage(gcs: FakeGcs, cost: Cost) -> None:
+    """Adds up what was sent in an outage, and ends it."""
+    began = [each.began_seconds for each in gcs.log]
+    most = max(Counter(int(each - began[0]) for each in began).values())
+    cost |= add_up(gcs.log) | {"most in a second": most, "ended": time.monotonic()}
+    gcs.clear()

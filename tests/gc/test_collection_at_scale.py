@@ -3,51 +3,18 @@
 import itertools
 import tracemalloc
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from storesvc.format.names import UploadName
-from storesvc.gc.run_state import RunReader
 from storesvc.storage import bucket as buckets
-from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import PLACES, RUN, Process
+from tests.support.crowded_bucket import CrowdedBucket, name_all
 from tests.support.faulty_bucket import FaultyBucket
 
 MIB = 1 << 20
 UPLOADS = 10
-
-
-class CrowdedBucket(FaultyBucket):
-    """A bucket whose uploads have more data files than are there."""
-
-    files: int = 0
-    """Additional data files of each upload."""
-    deleted: int = 0
-    pages: Iterator[str] = iter(())
-
-    async def list(
-        self, prefix: str, *, after: str = "", limit: int | None = None
-    ) -> list[str]:
-        if limit is None or not self.files:
-            return await super().list(prefix, after=after, limit=limit)
-        if not after:
-            self.pages = self._names(await super().list(prefix))
-        return list(itertools.islice(self.pages, limit))
-
-    def _names(self, listed: Sequence[str]) -> Iterator[str]:
-        yield from listed
-        pooled = [path for path in listed if path.startswith(PLACES.pool)]
-        for upload in sorted({PLACES.parse_upload(path) or "" for path in pooled}):
-            yield from (f"{PLACES.pool}{file}" for file in crowd(upload, self.files))
-
-    async def delete(self, path: str, **kwargs: bytes | None) -> None:
-        self.deleted += 1
-        await super().delete(path, **kwargs)  # type: ignore[arg-type]  # a generation
-
-
-def crowd(upload: str, count: int) -> Iterator[str]:
-    return (f"{upload}/f{number:031x}" for number in range(count))
 
 
 @pytest.mark.parametrize(
@@ -102,22 +69,6 @@ async def crowded() -> tuple[Process, CrowdedBucket]:
         await process.save(step)
     await process.collect()
     return process, bucket
-
-
-def name_all(
-    monkeypatch: pytest.MonkeyPatch, count: int, but: dict[str, int] | None = None
-) -> None:
-    """Lets each file table name the additional data files of its upload."""
-    read = RunReader.file_table
-
-    async def named(self: RunReader, place: str) -> pb.FileTable | None:
-        table = await read(self, place)
-        if table is not None:
-            upload = PLACES.parse_upload(place) or ""
-            table.file.extend(crowd(upload, (but or {}).get(upload, count)))
-        return table
-
-    monkeypatch.setattr(RunReader, "file_table", named)
 
 
 class PagedBucket(FaultyBucket):

@@ -217,6 +217,8 @@ def _gcs(root: str, url: SplitResult) -> Storage:
     known = ("concurrency", "driver", "endpoint", "grpc_endpoint", "userProject")
     options = _options(root, url, known)
     project = options.get("userProject")
+    if project == "":
+        raise InvalidFieldError(f"root {root!r}: expected userProject=PROJECT, got ''")
     driver = options.get("driver", GCS_DRIVERS[0])
     if driver not in GCS_DRIVERS:
         raise InvalidFieldError(

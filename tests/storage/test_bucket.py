@@ -601,6 +601,7 @@ def test_a_root_with_a_fragment_is_rejected(root: str) -> None:
         ("driver=s3", "driver=gcs or driver=gcs_grpc"),
         ("concurrency=0", "concurrency=1 to 4096"),
         ("concurrency=many", "concurrency=1 to 4096"),
+        ("userProject=", "userProject=PROJECT, got ''"),
         (
             "concurency=9",
             "driver, endpoint, grpc_endpoint and userProject, got concurency",

@@ -42,6 +42,8 @@ from storesvc_client._doctor.findings import (
     problem,
     skipped,
 )
+from storesvc_client._save.direct import object_bytes
+from storesvc_client._session import DEFAULT_STAGING_BYTES
 from storesvc_client._views.texts import duration_text, size_text
 
 _SYNCS: Final = 20
@@ -309,9 +311,8 @@ PURGE_DELAY: Final = timedelta(days=3)
 """Time for which a deleted checkpoint keeps its bytes."""
 
 FIXED_WRITES: Final = 15
-BYTES_A_WRITE: Final = 8 << 20
-"""Writing requests and lists of a direct save: so many, and one more for so many bytes;
-measured by ``python -m benchmarks requests``."""
+"""Writing requests and lists of a direct save of one process, in addition to one for
+each data file; measured by ``python -m benchmarks requests``."""
 
 
 def estimate_cost(work: Workload, storage: Storage | None) -> list[Finding]:
@@ -320,7 +321,8 @@ def estimate_cost(work: Workload, storage: Storage | None) -> list[Finding]:
         return [skipped("cost", "only a bucket has prices; give its root")]
     prices = PRICES["s3" if storage.is_s3 else "gcs"]
     saves = _MONTH_SECONDS / work.interval_seconds
-    writes = saves * (FIXED_WRITES + -(-work.added_bytes // BYTES_A_WRITE))
+    size = object_bytes(work.stored_bytes, work.added_bytes, DEFAULT_STAGING_BYTES)
+    writes = saves * (FIXED_WRITES + -(-work.added_bytes // size))
     kept = min(saves, KEPT + PURGE_DELAY.total_seconds() / work.interval_seconds)
     stored = work.stored_bytes + max(0.0, kept - 1) * work.added_bytes
     storing, requests = stored / _GIB * prices.gib_month, writes * prices.write

@@ -29,7 +29,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from operator import attrgetter
@@ -68,7 +68,7 @@ from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
 from storesvc.storage.bucket import Bucket, Generation
-from storesvc.storage.requests import AT_ONCE, gather_each
+from storesvc.storage.requests import AT_ONCE, background_task, gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 P = ParamSpec("P")
@@ -297,6 +297,26 @@ class SlotReader:
             if not one.found:
                 await asyncio.sleep(passes * _PAUSE_SECONDS)
         return one.found
+
+    def note_committed(self, run: RunName, step: int) -> None:
+        """Lets the next lists of a run begin at a checkpoint that was committed."""
+        seen = self._seen.get(run, _Seen())
+        self._seen[run] = replace(seen, step=max(step, seen.step or 0))
+
+    async def presumed_newest(self, run: RunName) -> pb.CheckpointRecord | None:
+        """Returns the newest committed checkpoint if it is the one that this process
+        has seen last, whose slot is read while the slots after it are listed; else
+        None."""
+        step = self._seen.get(run, _Seen()).step
+        if step is None:
+            return None
+        async with background_task(or_damage(self.checked, run, step)) as reading:
+            if (await self.steps(run, after=step - 1)) != [step]:
+                return None
+            found = await reading
+        if found is None or isinstance(found, CorruptDataError):
+            return None
+        return found[0] if found[0].state == COMMITTED else None
 
     async def _pass(
         self, run: RunName, states: Container[int], before: int | None, limit: int
@@ -559,6 +579,18 @@ class Catalog:
             raise is_deleted(name.run, record)
         return record
 
+    async def find_base(self, name: CheckpointName) -> pb.CheckpointRecord:
+        """Returns the checkpoint that ``checkpoint`` returns, usually sooner: if it is
+        the newest one, it may be deleted in the meantime."""
+        found = None
+        if name.which == LATEST:
+            found = await self._slots.presumed_newest(name.run)
+        return found or await self.checkpoint(name)
+
+    def note_committed(self, run: RunName, step: int) -> None:
+        """Lets the next lists of a run begin at a checkpoint that was committed."""
+        self._slots.note_committed(run, step)
+
     async def checkpoint_with_uid(
         self, name: CheckpointName, uid: str
     ) -> pb.CheckpointRecord:
@@ -617,7 +649,7 @@ class Catalog:
         behind, in order.
 
         A record stays long after its upload has ended. A live upload also has a leaf
-        table below its name, which it wrote before its slot.
+        table below its name, from before the response of its begin.
         """
         places = RunPaths(run)
         return sorted(

@@ -361,6 +361,7 @@ class Commits:
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
         self._uploads.forget_open(name)
+        self._catalog.note_committed(name.run, record.step)
         # A watcher reads the slot when it is notified, so never before this write.
         self._journal.notify_landed(name.run.namespace)
         publish(_event(name, committed, span))

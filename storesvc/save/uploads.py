@@ -365,6 +365,8 @@ class Uploads:
             record, run = await looking, await creating
         if record and slot and slots.holds(name, record, slot[0]):
             await self._bucket.settle(RunPaths(name.run).checkpoint(step))
+            if slot[0].state == slots.UPLOADING:  # that try may have lost its tables
+                await self._write_tables(name, record, table, digests)
             return record, Version(*slot)
         if slot and slot[0].state == slots.UPLOADING:
             access.require(Permission.UPLOADS_SUPERSEDE, name.run)
@@ -372,12 +374,12 @@ class Uploads:
         predecessor = slots.predecessor(slot and slot[0])
         if predecessor and (damage := await self._rollbacks.damage(name.run, slot)):
             raise damage
-        # 2. Write the record, then the leaf table, then the slot: a process that sees
-        #    the upload in the slot finds the other two, and a collection that sees the
-        #    leaf table without a record may take the upload for one that has ended.
-        #    If there is no slot, read the run once more in the meantime: a collection
-        #    raises the epoch floor before it deletes a FREE slot. If only an earlier
-        #    read counted, an epoch could be used again.
+        # 2. Write the record before everything else: a process that sees the upload in
+        #    the slot finds it, and a collection that sees another object without it may
+        #    take the upload for one that has ended. If there is no slot, read the run
+        #    once more in the meantime: a collection raises the epoch floor before it
+        #    deletes a FREE slot. If only an earlier read counted, an epoch could be
+        #    used again.
         async with background_task(
             self._checked_epoch(name.run, slot, epoch)
         ) as checking:
@@ -395,14 +397,15 @@ class Uploads:
         reserved = slots.reservation(name.upload, record)
         if commits_now and slot is None:
             return record, Version(reserved, IF_ABSENT)
-        await reach(Failpoint.BEGIN_BEFORE_TREE)
-        await run_all(
-            self._leaf_tables.write(name, record.tree_digest, table),
-            self._leaf_tables.write_values(name, digests),
-        )
-        # 3. Reserve the slot, on the condition that it is unchanged since step 1.
-        await reach(Failpoint.BEGIN_BEFORE_SLOT)
-        generation = await self._reserve(name, reserved, record, slot and slot[1])
+        # 3. Reserve the slot, on the condition that it is unchanged since step 1, and
+        #    write the leaf table at the same time: no call needs it before the reply,
+        #    and a repeated call writes it again.
+        async with background_task(
+            self._write_tables(name, record, table, digests)
+        ) as writing:
+            await reach(Failpoint.BEGIN_BEFORE_SLOT)
+            generation = await self._reserve(name, reserved, record, slot and slot[1])
+            await writing
         if predecessor:
             self.forget_open(UploadName(name.run, predecessor))
         self._seen[name] = elapsed
@@ -410,6 +413,15 @@ class Uploads:
             self.leases.begin(name, record, elapsed)
         await reach(Failpoint.BEGIN_BEFORE_REPLY)
         return record, Version(reserved, generation)
+
+    async def _write_tables(
+        self, name: UploadName, record: pb.UploadRecord, table: bytes, digests: bytes
+    ) -> None:
+        await reach(Failpoint.BEGIN_BEFORE_TREE)
+        await run_all(
+            self._leaf_tables.write(name, record.tree_digest, table),
+            self._leaf_tables.write_values(name, digests),
+        )
 
     async def _checked_epoch(
         self,
@@ -760,7 +772,7 @@ class Uploads:
         if new.base is None:
             return None
         try:
-            return await self._catalog.checkpoint(new.base)
+            return await self._catalog.find_base(new.base)
         except (RunNotFoundError, CheckpointNotFoundError, CorruptDataError):
             # The first save of a run has no base; neither has a save of a run whose
             # newest record is damaged.

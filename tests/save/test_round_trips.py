@@ -40,6 +40,8 @@ class MeetingBucket(TensorStoreBucket):
     """A bucket in which the first requests of some places wait for each other."""
 
     places: frozenset[str] = frozenset()
+    only_writes = False
+    """Whether only writes meet."""
 
     def __init__(self, opened: OpenedStorage) -> None:
         super().__init__(opened)
@@ -68,7 +70,8 @@ class MeetingBucket(TensorStoreBucket):
             await self._all_asked.wait()
 
     async def read(self, path: str) -> Stored | None:
-        await self._meeting(path)
+        if not self.only_writes:
+            await self._meeting(path)
         self.reads.append(path)
         return await super().read(path)
 
@@ -146,6 +149,49 @@ async def test_an_upload_reads_its_run_beside_the_slot() -> None:
         bucket.meet(PLACES.checkpoint(2), layout.run_record(RUN))
 
         assert 1 == (await begin(store, RUN, 2)).record.epoch
+
+
+async def test_an_upload_writes_its_leaf_table_beside_the_slot() -> None:
+    async with fresh_store() as (store, bucket):
+        await store.runs.create(RUN)
+        slot = PLACES.checkpoint(1)
+        bucket.meet_below(f"{PLACES.uploads}{UPLOAD.upload}/tree-", slot)
+        bucket.only_writes = True
+
+        assert 1 == (await begin(store, RUN, 1)).record.epoch
+
+
+async def test_a_repeated_begin_writes_a_leaf_table_that_was_lost() -> None:
+    class Lossy(MeetingBucket):
+        """Loses the first leaf table, and writes the slot beside it."""
+
+        slot_written: asyncio.Event
+        has_lost = False
+
+        async def write(
+            self, path: str, data: bytes, *, condition: WriteCondition = ALWAYS
+        ) -> Generation:
+            if "/tree-" in path and not self.has_lost:
+                self.has_lost = True
+                await self.slot_written.wait()
+                raise StorageUnavailableError("no answer")
+            generation = await super().write(path, data, condition=condition)
+            if path == PLACES.checkpoint(1):
+                self.slot_written.set()
+            return generation
+
+    bucket = await Lossy.open("memory://")
+    bucket.slot_written = asyncio.Event()
+    store = await Store.open(bucket)
+    with pytest.raises(StorageUnavailableError):
+        await begin(store, RUN, 1)
+    assert await store.catalog.slot(RUN, 1) is not None
+
+    # by any process
+    store = await Store.open(bucket)
+    record = await store.commits.commit(UPLOAD, await finished(store))
+
+    assert slots.COMMITTED == record.state
 
 
 async def test_a_begin_that_is_rejected_leaves_no_request_under_way() -> None:
@@ -232,6 +278,22 @@ async def test_an_upload_finds_its_base_beside_the_slot() -> None:
         upload = await begin(store, RUN, 2, base=CheckpointName(RUN, LATEST))
 
         assert (1, UPLOAD.upload) == (upload.record.base_step, upload.record.base)
+
+
+async def test_the_base_is_the_newest_checkpoint_of_any_process() -> None:
+    async with fresh_store() as (store, bucket):
+        await store.commits.commit(UPLOAD, await finished(store))
+        other = await Store.open(bucket)
+        second = await begin(other, RUN, 2)
+        await send(other, second, (0, 1, 2))
+        await finish(other, second, sums(0, 1, 2))
+        await other.commits.commit(second.name, second.record.epoch)
+        latest = CheckpointName(RUN, LATEST)
+
+        assert 2 == (await begin(store, RUN, 3, base=latest)).record.base_step
+
+        await other.lifecycle.delete(RUN, 2, purge_delay=None, etag="", write_id="a")
+        assert 1 == (await begin(store, RUN, 4, base=latest)).record.base_step
 
 
 async def test_a_repeated_commit_returns_its_record_with_the_receipts_gone() -> None:

@@ -91,6 +91,7 @@ class Store:
         reuse = Reuse(bucket, catalog, uploads)
         tables = OwnTables(clock=clock)
         receipts = Receipts(bucket, uploads, reuse, tables)
+        receiver = Receiver(bucket, uploads, tables)
         lifecycle = CheckpointLifecycle(
             bucket, catalog, journal, references, clock=clock
         )
@@ -108,13 +109,14 @@ class Store:
             runs=runs,
             uploads=uploads,
             upload_statuses=UploadStatuses(bucket, catalog, uploads, receipts),
-            receiver=Receiver(bucket, uploads, tables),
+            receiver=receiver,
             receipts=receipts,
             commits=Commits(
                 bucket,
                 catalog,
                 uploads,
                 receipts,
+                receiver,
                 reuse,
                 journal,
                 on_commit=recent_commits.add,

@@ -242,6 +242,15 @@ def _collect(request: Any) -> Iterator[Need]:
         yield Permission.GARBAGE_COLLECT_EARLY, resource
 
 
+def _commit(request: Any) -> Iterator[Need]:
+    run = UploadName.from_resource(request.name).run
+    yield Permission.UPLOADS_COMMIT, run
+    if request.HasField("end"):
+        yield Permission.UPLOADS_WRITE, run
+        if request.end.placed.crc32c:
+            yield Permission.UPLOADS_PLACE, run
+
+
 def _lend(request: Any) -> Iterator[Need]:
     match request.WhichOneof("purpose"):
         case "upload":
@@ -288,7 +297,7 @@ RULES: Final = MappingProxyType[str, Rule](
         "FindChunks": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
         "WriteChunks": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
         "FinishWriter": _require(Permission.UPLOADS_WRITE, UploadName, "open.upload"),
-        "CommitUpload": _require(Permission.UPLOADS_COMMIT, UploadName),
+        "CommitUpload": _commit,
         "AbortUpload": _require(Permission.UPLOADS_ABORT, UploadName),
         "CreateCheckpoint": lambda request: (
             (permission, RunName.from_resource(request.parent))

@@ -204,6 +204,7 @@ MAX_READ_BYTES: Final = 10 * MAX_READ_CHUNKS + (4 << 10)
 
 _LIMITS: Final = {
     "storesvc.v1.ReadChunksRequest": MAX_READ_BYTES,
+    "storesvc.v1.CommitUploadRequest": SMALL_BYTES + MAX_SMALL_BYTES,
     "storesvc.v1.CreateCheckpointRequest": SMALL_BYTES + MAX_SMALL_BYTES,
 }
 """Maximum bytes of other requests."""

@@ -48,7 +48,9 @@ from storesvc.rpc.streams import (
     release_messages,
     unexpected_part_error,
 )
+from storesvc.save.commit import WriterEnd
 from storesvc.save.leaf_tables import (
+    CHUNK_BYTES,
     LEAF_BYTES,
     LeafParts,
     SumParts,
@@ -212,7 +214,9 @@ def new_small_upload(
 
 
 def writer_report(
-    opening: upload_api.FinishWriterRequest | upload_api.CreateCheckpointRequest,
+    opening: upload_api.FinishWriterRequest
+    | upload_api.WriterEnd
+    | upload_api.CreateCheckpointRequest,
 ) -> report_pb2.WriterReport | None:
     """Returns the report of a writer; None: it sent none.
 
@@ -521,13 +525,36 @@ class UploadService:
         self, request: upload_api.CommitUploadRequest, context: Context
     ) -> upload_api.CommitUploadResponse:
         name, watch = UploadName.from_resource(request.name), Stopwatch()
-        record = await self._store.commits.commit(name, request.epoch)
+        async with self._ending(name, request, context) as end:
+            record = await self._store.commits.commit(name, request.epoch, end)
         if call := access.current.get():
             call.detail["step"] = str(record.step)
         watch.size_bytes = record.stored_bytes
         _log.info("CommitUpload %s@%d: %s", name.run, record.step, watch)
         checkpoint = messages.checkpoint_message(name.run, record)
         return upload_api.CommitUploadResponse(checkpoint=checkpoint)
+
+    @asynccontextmanager
+    async def _ending(
+        self,
+        name: UploadName,
+        request: upload_api.CommitUploadRequest,
+        context: Context,
+    ) -> AsyncIterator[WriterEnd | None]:
+        """Yields what the only writer of an upload declares, and permits work on it
+        inside the context; None: the writers finish by themselves."""
+        if not request.HasField("end"):
+            yield None
+            return
+        chunks = request.end.chunks
+        weight_bytes = CHUNK_BYTES * len(chunks.crc32c) + request.ByteSize()
+        async with self._working(context, weight_bytes):
+            yield WriterEnd(
+                sums=await offload(len(chunks.crc32c), unpack_client_sums, chunks),
+                placed=request.end.placed,
+                report=writer_report(request.end),
+                reserve=partial(self._quotas.send, name),
+            )
 
     async def CreateCheckpoint(
         self, request: upload_api.CreateCheckpointRequest, context: Context

@@ -16,6 +16,10 @@ leaves. So ``storectl serve`` over a bucket, where deletions take several reques
 answers a commit first and deletes in the background: between ``defer`` and ``drain``.
 Elsewhere, as in an embedded store, ``delete`` waits.
 
+The only writer of an upload may finish in the same call: then the commit is decided
+from what it sends (`WriterEnd`), without a receipt or a staging table of its last
+chunks: if the call fails, it is repeated with all of it.
+
 ``create`` begins, stores and commits a small upload in one call: it writes the record
 of the upload, from where on no collection takes its objects for garbage, then what is
 in steps 2 to 4, with the chunks in the file of the nodes. A leaf table, a lease, a
@@ -39,7 +43,12 @@ from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import timestamp, write_record
 from storesvc.clock import Clock
 from storesvc.concurrency import offload
-from storesvc.errors import ChunksIncompleteError, ConflictError, StoreError
+from storesvc.errors import (
+    ChunksIncompleteError,
+    ConflictError,
+    InvalidFieldError,
+    StoreError,
+)
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import digest
 from storesvc.format.chunks import ChunkLocations, Sums, merge
@@ -49,6 +58,7 @@ from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
 from storesvc.save.batches import check_small_chunks
 from storesvc.save.receipts import Receipt, Receipts, longest
+from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
 from storesvc.save.rules import make_key_space
 from storesvc.save.uploads import NewUpload, OpenUpload, Uploads, Version
@@ -62,7 +72,7 @@ from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import background_task, retrieve_error, run_all
 from storesvc.telemetry.events import ChunksMoved, Committed, Span, publish
 from storesvc_proto.v1 import bucket_pb2 as pb
-from storesvc_proto.v1 import report_pb2
+from storesvc_proto.v1 import report_pb2, tree_pb2
 
 MAX_DEFERRED: Final = 64
 """Uploads whose deletion may be in the background at a time; commits beyond it wait for
@@ -142,6 +152,20 @@ class _Running:
     """Calls that wait for it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterEnd:
+    """The end of the only writer of an upload."""
+
+    sums: Sums
+    """Checksums of all its chunks, ascending by ordinal."""
+    placed: tree_pb2.ChunkTable
+    """Chunks that it put into the pool itself, and has not reported yet."""
+    report: report_pb2.WriterReport | None
+    """Its measurements; None: it sent none."""
+    reserve: Callable[[int, int], Awaitable[None]]
+    """Rejects the bytes of some chunks of an upload with so many bytes in all."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Received:
     """An upload and its receipts, from which its commit is decided."""
@@ -177,6 +201,7 @@ class Commits:
         catalog: Catalog,
         uploads: Uploads,
         receipts: Receipts,
+        receiver: Receiver,
         reuse: Reuse,
         journal: Journal,
         *,
@@ -189,17 +214,26 @@ class Commits:
         self._catalog = catalog
         self._uploads = uploads
         self._receipts = receipts
+        self._receiver = receiver
         self._reuse = reuse
         self._journal = journal
         self._on_commit = on_commit
         self._clock = clock
         self._running: dict[UploadName, _Running] = {}
 
-    async def commit(self, name: UploadName, epoch: int) -> pb.CheckpointRecord:
+    async def commit(
+        self, name: UploadName, epoch: int, end: WriterEnd | None = None
+    ) -> pb.CheckpointRecord:
         """Commits an upload, and returns the record of the checkpoint. Calls for one
         upload at the same time share one commit.
 
+        Args:
+            name: The upload.
+            epoch: Its epoch.
+            end: What its only writer declares; None: its writers have finished.
+
         Raises:
+            InvalidChunkError: ``end`` does not fit what is stored.
             UploadNotFoundError: The upload does not exist.
             UploadSupersededError: The upload has another epoch, or lost its slot.
             CheckpointExistsError: Another upload committed the step.
@@ -209,13 +243,19 @@ class Commits:
         """
         record = await self._uploads.known_record(name)
         slots.check_epoch(name, record, epoch)
+        if end is not None and record.writer_count != 1:
+            raise InvalidFieldError(
+                f"end: expected an upload of one writer, got {record.writer_count}; "
+                "finish each of them"
+            )
         if (running := self._running.get(name)) is not None:
             # It may have read the receipts before this call: only its success counts.
             with suppress(StoreError):
                 return await self._share(name, running)
         running = self._running.get(name)
         if running is None:
-            running = _Running(asyncio.create_task(self._commit_once(name, record)))
+            once = self._commit_once(name, record, end)
+            running = _Running(asyncio.create_task(once))
             running.task.add_done_callback(lambda _: self._forget(name, running))
             self._running[name] = running
         return await self._share(name, running)
@@ -240,9 +280,15 @@ class Commits:
             retrieve_error(running.task)
 
     async def _commit_once(
-        self, name: UploadName, record: pb.UploadRecord
+        self, name: UploadName, record: pb.UploadRecord, end: WriterEnd | None
     ) -> pb.CheckpointRecord:
         span = Span()
+        if end is not None:
+            async with background_task(self._prepare_end(name, record, end)) as made:
+                slot, seen = await self._uploads.slot(name, record)
+                if slot.state != slots.UPLOADING:
+                    return await self._settle_record(name, slot)
+                return await self._commit(name, record, slot, seen, made, span)
         # 1. If an earlier try of this call has committed, and only its reply was lost,
         #    return its record.
         kept = self._receipts.kept(name, writer_count=record.writer_count)
@@ -253,7 +299,8 @@ class Commits:
             if slot.state != slots.UPLOADING:
                 return await self._settle_record(name, slot)
             reading = self._read_received(name, record)
-            return await self._commit(name, record, slot, seen, reading, None, span)
+            making = self._finish_preparation(reading, None)
+            return await self._commit(name, record, slot, seen, making, span)
         #    The receipts are read at the same time, and used only if the upload owns
         #    its slot: then it has owned it since it began, because a slot that was lost
         #    never comes back, so they are the receipts of a live upload.
@@ -264,7 +311,8 @@ class Commits:
             slot, seen = await self._uploads.slot(name, record)
             if slot.state != slots.UPLOADING:
                 return await self._settle_record(name, slot)
-            return await self._commit(name, record, slot, seen, received, early, span)
+            making = self._finish_preparation(received, early)
+            return await self._commit(name, record, slot, seen, making, span)
 
     async def _commit(
         self,
@@ -272,8 +320,7 @@ class Commits:
         record: pb.UploadRecord,
         slot: pb.CheckpointRecord,
         seen: Generation,
-        received: Awaitable[_Received],
-        early: "_Early | None",
+        making: Awaitable[_Prepared],
         span: Span,
     ) -> pb.CheckpointRecord:
         # 2. Objects before the slot: after a crash in the other order, a committed slot
@@ -281,7 +328,7 @@ class Commits:
         #    meantime and delete the parts of the upload: then an object is missing
         #    here, and the slot says so.
         try:
-            made = await self._finish_preparation(received, early)
+            made = await making
         except StoreError as e:
             return await self._after_conflict(name, record, e)
         committed = await self._land(name, record, Version(slot, seen), made, span)
@@ -410,6 +457,40 @@ class Commits:
         """Reads the leaf table and the receipts of an upload."""
         upload = OpenUpload(name, record, await self._uploads.tree(name, record))
         return _Received(upload, await self._receipts.read(upload))
+
+    async def _prepare_end(
+        self, name: UploadName, record: pb.UploadRecord, end: WriterEnd
+    ) -> _Prepared:
+        """Checks what the only writer declares, and writes the objects that the record
+        will name."""
+        upload = await self._uploads.presume_open(name, record.epoch)
+        await self._uploads.renew(upload)
+        placed = await self._receiver.unpack(upload, end.placed)
+        new_bytes = int(placed[1].length.sum())
+        await end.reserve(new_bytes, int(upload.tree.lengths.sum()))
+        staged = await self._receipts.staged(
+            name, 0, chunk_count=0 if new_bytes else len(end.sums)
+        )
+        places = await self._receipts.locate(upload, 0, end.sums, staged, placed)
+        stored = {0: (end.sums, places)}
+        await offload(
+            len(end.sums),
+            slots.check_complete,
+            name,
+            upload.tree,
+            stored,
+            writer_count=1,
+        )
+        manifest = Manifest(upload.tree, end.sums, places)
+        # The files of the writer at the same time, because both only prepare.
+        async with background_task(
+            self._receiver.adopt_files(upload, placed[1])
+        ) as adopting:
+            made = await self._write_objects(upload, manifest, uuid.uuid4())
+            await adopting
+        if new_bytes:
+            publish(ChunksMoved(direction="in", path="direct", size_bytes=new_bytes))
+        return replace(made, writers=[end.report] if end.report else [])
 
     async def _prepare(self, received: _Received) -> _Prepared:
         """Writes the objects that the record will name.

@@ -172,21 +172,13 @@ class Receipts:
         staged: Awaitable[Staged],
         report: report_pb2.WriterReport | None,
     ) -> ChunkLocations:
-        # Threads: 100,000 chunks take longer than a health check may wait.
-        # 1. Claim what the writer stored itself, as its staging tables list it: they
-        #    name durable chunks only.
-        _check_ordinals(upload, sums)
-        count = upload.tree.chunk_count
-        tables = await staged
-        own, claims = await self._claims(upload, sums, tables)
-        if not tables.is_all and len(_find_unclaimed(sums, claims)):
-            # Other servers may have written tables of this writer.
-            tables = await self._all_staged(upload.name, writer)
-            own, claims = await self._claims(upload, sums, tables)
-        stored = await offload(count, _stored_by_writer, upload, writer, sums, own)
+        # 1. Claim the chunks.
+        count, places = (
+            upload.tree.chunk_count,
+            await self.locate(upload, writer, sums, await staged),
+        )
         # 2. Write the receipt only now: it states that all of its chunks are stored,
         #    and the commit reads the receipts, not the staging tables.
-        places = await offload(count, _find_places, upload, sums, claims, stored)
         receipt = await offload(count, pack_table, sums, places)
         if report is not None:
             receipt.report.CopyFrom(report)
@@ -203,8 +195,31 @@ class Receipts:
         await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places
 
+    async def locate(
+        self,
+        upload: OpenUpload,
+        writer: int,
+        sums: Sums,
+        tables: Staged,
+        placed: Table | None = None,
+    ) -> ChunkLocations:
+        """Returns the locations of all chunks of a writer, which are stored; arguments
+        and errors as of ``finish``, and durable chunks that no staging table has."""
+        # What the writer stored itself is claimed as its staging tables list it: they
+        # name durable chunks only.
+        _check_ordinals(upload, sums)
+        # Threads: 100,000 chunks take longer than a health check may wait.
+        count = upload.tree.chunk_count
+        own, claims = await self._claims(upload, sums, tables, placed)
+        if not tables.is_all and len(_find_unclaimed(sums, claims)):
+            # Other servers may have written tables of this writer.
+            tables = await self._all_staged(upload.name, writer)
+            own, claims = await self._claims(upload, sums, tables, placed)
+        stored = await offload(count, _stored_by_writer, upload, writer, sums, own)
+        return await offload(count, _find_places, upload, sums, claims, stored)
+
     async def _claims(
-        self, upload: OpenUpload, sums: Sums, tables: Staged
+        self, upload: OpenUpload, sums: Sums, tables: Staged, placed: Table | None
     ) -> tuple[Table, list[Claims]]:
         """Returns what a writer stored, and the chunks of its receipt in there. It
         claims the rest from the base and the predecessor, which are only read if the
@@ -213,7 +228,11 @@ class Receipts:
         own = await tables_at(
             self._bucket, tables.paths, chunk_count=count, known=tables.known
         )
-        sources = await self._reuse.table_sources(upload, own, tables.files)
+        files = dict(tables.files)
+        if placed is not None:
+            own = await offload(count, merge, [own, placed])
+            files |= dict.fromkeys(file_ends([placed]), True)
+        sources = await self._reuse.table_sources(upload, own, files)
         claims = await offload(count, find_claims, upload.tree, sums, sources)
         left = _find_unclaimed(sums, claims)
         if len(left):
@@ -227,16 +246,17 @@ class Receipts:
     async def staged(
         self, name: UploadName, writer: int, *, chunk_count: int
     ) -> Staged:
-        """Returns the staging tables of a writer of some chunks, for ``finish``.
+        """Returns the staging tables of a writer of some chunks in them, for
+        ``finish``.
 
         On a bucket, the tables that this process wrote a moment ago come without a
         request: usually they are all. A writer without chunks needs none.
         """
         prefix = RunPaths(name.run).staging(name.upload, writer)
-        is_known = not chunk_count or self._tables.are_fresh(prefix)
+        known = self._tables.below(prefix)
+        is_known = self._tables.are_fresh(prefix) if known else not chunk_count
         if self._bucket.has_files or not is_known:
             return await self._all_staged(name, writer)
-        known = self._tables.below(prefix)
         files = dict.fromkeys(file_ends(known.values()), True)
         return Staged(list(known), known, files, is_all=False)
 

@@ -27,7 +27,7 @@ overlap.
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -204,15 +204,11 @@ class Receiver:
         number."""
         # 1. Validate what the writer reports: it is not trusted. A file of another
         #    upload, which may be deleted before this one, must not get into a table.
-        sums, places = await offload(
-            len(table.crc32c), check_direct_chunks, upload, table
-        )
-        ends = list(zip(places.files, places.ends.tolist(), strict=True))
+        sums, places = await self.unpack(upload, table)
         new = self._tables.new(upload.name, writer, (sums, places))
         if self._bucket.has_files:
             # 2. Make each data file durable.
-            for file, end in ends:
-                await self._adopt_file(upload, file, end)
+            await self.adopt_files(upload, places)
             # 3. Record the chunks, now that they are durable: after a crash of the
             #    machine a commit would otherwise claim files that lost their contents.
             await self._tables.write(self._bucket, new)
@@ -224,7 +220,7 @@ class Receiver:
                 self._tables.write(self._bucket, new)
             ) as writing:
                 try:
-                    await self._check_objects(upload, ends)
+                    await self.adopt_files(upload, places)
                 except InvalidChunkError:
                     await self._withdraw(new, writing)
                     raise
@@ -234,10 +230,20 @@ class Receiver:
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return len(sums)
 
-    async def _check_objects(
-        self, upload: OpenUpload, ends: Sequence[tuple[str, int]]
-    ) -> None:
-        """Raises the error of the first object of a table that is not complete."""
+    async def unpack(
+        self, upload: OpenUpload, table: tree_pb2.ChunkTable
+    ) -> tuple[Sums, ChunkLocations]:
+        """Returns what ``check_direct_chunks`` does."""
+        return await offload(len(table.crc32c), check_direct_chunks, upload, table)
+
+    async def adopt_files(self, upload: OpenUpload, places: ChunkLocations) -> None:
+        """Makes the data files of a direct writer durable; raises the error of the
+        first one that is not complete."""
+        ends = list(zip(places.files, places.ends.tolist(), strict=True))
+        if self._bucket.has_files:
+            for file, end in ends:
+                await self._adopt_file(upload, file, end)
+            return
         if self.trusts_writers:
             return
         for at in range(0, len(ends), CHECKED_AT_ONCE):

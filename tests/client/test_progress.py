@@ -25,7 +25,7 @@ MiB = 1 << 20
 THREADS = 4 * (os.cpu_count() or 1) + 16
 """More than one save or restore has."""
 
-SAVE_PHASES = {"plan", "snapshot", "begin", "digest", "finish", "commit"}
+SAVE_PHASES = {"plan", "snapshot", "begin", "digest", "commit"}
 RESTORE_PHASES = {"plan", "read", "verify", "place", "rebuild"}
 
 

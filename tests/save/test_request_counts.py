@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -26,7 +27,7 @@ from storesvc_proto.v1 import tree_pb2
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Logged
 from tests.save.uploads_in_process import begin, finish
-from tests.support.collecting_process import started
+from tests.support.collecting_process import end_of, started
 from tests.support.contract import placed_table, stored, sums
 from tests.support.faulty_bucket import Calls, FaultyBucket, no_faults
 from tests.support.thread_server import ThreadServer
@@ -37,9 +38,9 @@ RUN = RunName("tests", "counts")
 STEP = 7
 
 OF_A_SAVE = {
-    # The slot: when the upload begins, whether the step is free; when the writer
-    # finishes and at the commit, whether the upload still owns it.
-    "read slot": 3,
+    # The slot: when the upload begins, whether the step is free; at the commit, whether
+    # the upload still owns it.
+    "read slot": 2,
     # An earlier try of this begin may have written it.
     "read upload": 1,
     # Once more after the empty slot, which a collection may have emptied after it had
@@ -56,10 +57,7 @@ OF_A_SAVE = {
     # Chunks. No lease, which the begin has renewed.
     "write data file": 1,
     "write staging table": 1,
-    # Finish.
-    "write receipt": 1,
-    # Commit. Another server may have replaced the receipt.
-    "read receipt": 1,
+    # Commit, in which the only writer finishes: no process needs a receipt.
     "write manifest": 1,
     "write file table": 1,
     # What other readers of the format need.
@@ -73,7 +71,6 @@ OF_A_SAVE = {
     "delete staging table": 1,
     "list parts": 1,
     "delete leaf table": 1,
-    "delete receipt": 1,
 }
 """Requests of a save to a run that has a checkpoint, in which all chunks are new and
 fill one data file."""
@@ -83,6 +80,8 @@ OF_A_DIRECT_SAVE = {
     # The server checks that the object of the client is whole.
     "read data file": 1,
 }
+# The call that commits has the last chunks, so that no table of them is written.
+del OF_A_DIRECT_SAVE["write staging table"], OF_A_DIRECT_SAVE["delete staging table"]
 
 OF_A_SMALL_SAVE = {
     "read slot": 1,
@@ -286,7 +285,9 @@ async def put(bucket: FaultyBucket, upload: OpenUpload) -> None:
     await bucket.write_new(place, [b"".join(map(stored, CHUNKS))])
 
 
-async def steps_of_a_save(*, reuses: bool = False) -> dict[str, int]:
+async def steps_of_a_save(
+    *, reuses: bool = False, ends_in_commit: bool = False
+) -> dict[str, int]:
     """Returns the steps of each call of a save to a run that has a checkpoint, of which
     it `reuses` all chunks or none."""
     bucket = await FaultyBucket.faulty("memory://")
@@ -307,10 +308,16 @@ async def steps_of_a_save(*, reuses: bool = False) -> dict[str, int]:
         assert list(CHUNKS) == stored
     else:
         found["object"], _ = await calls.steps_of(put(bucket, upload))
-        found["chunks"], _ = await calls.steps_of(report(opened, upload))
-    finishing = finish(opened, upload, sums(*CHUNKS))
-    found["finish"], _ = await calls.steps_of(finishing)
-    committing = opened.commits.commit(upload.name, upload.record.epoch)
+    end = None
+    if ends_in_commit:
+        end = end_of(file_of(upload), (0, 0, 0))
+        end = replace(end, placed=tree_pb2.ChunkTable()) if reuses else end
+    else:
+        if not reuses:
+            found["chunks"], _ = await calls.steps_of(report(opened, upload))
+        finishing = finish(opened, upload, sums(*CHUNKS))
+        found["finish"], _ = await calls.steps_of(finishing)
+    committing = opened.commits.commit(upload.name, upload.record.epoch, end)
     found["commit"], record = await calls.steps_of(committing)
     assert slots.COMMITTED == record.state
     found["discard"], _ = await calls.steps_of(opened.commits.discards.drain(60))
@@ -338,6 +345,22 @@ def test_a_small_save_waits_for_five_requests(before: int) -> None:
     # the slot names. 4. Write the announcement, and read the one before it. 5. Write
     # the slot.
     assert 5 == asyncio.run(steps_of_a_small_save(before=before))
+
+
+def test_a_save_of_one_writer_waits_for_seven_requests() -> None:
+    # As below, but the only writer finishes in the call that commits: 1. Read the slot
+    # and the end of the object, and write all objects that the record names. 2. Write
+    # the announcement, and read the one before it. 3. Write the slot.
+    expected = {"begin": 3, "object": 1, "commit": 3, "discard": 1}
+
+    assert expected == asyncio.run(steps_of_a_save(ends_in_commit=True))
+
+
+def test_a_save_of_one_writer_that_reuses_all_waits_for_these_requests() -> None:
+    expected = {"begin": 3, "find": 3, "commit": 5, "discard": 1}
+
+    found = asyncio.run(steps_of_a_save(reuses=True, ends_in_commit=True))
+    assert expected == found
 
 
 def test_a_save_waits_for_these_requests() -> None:

@@ -163,7 +163,7 @@ async def test_an_upload_writes_its_leaf_table_beside_the_slot() -> None:
 
 async def test_a_repeated_begin_writes_a_leaf_table_that_was_lost() -> None:
     class Lossy(MeetingBucket):
-        """Loses the first leaf table, and writes the slot beside it."""
+        """Loses the first leaf table, and writes the slot with it."""
 
         slot_written: asyncio.Event
         has_lost = False

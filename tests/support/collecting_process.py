@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from storesvc.format.chunks import ChunkLocations, pack_placed
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, TagName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.gc.collector import Progress
+from storesvc.save.commit import WriterEnd
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
-from tests.support.contract import frame, mixed_sums, received, tree_of
+from tests.support.contract import LENGTH, frame, mixed_sums, received, tree_of
 from tests.support.faulty_bucket import DiedError, FaultyBucket
 
 RUN = RunName("tests", "collection")
@@ -64,8 +66,10 @@ class Process:
         other.contents = self.contents
         return other
 
-    async def begin(self, step: int, *, base: int | None = None) -> UploadName:
-        name = UploadName(RUN, uuid.uuid4().hex)
+    async def begin(
+        self, step: int, *, base: int | None = None, upload: str = ""
+    ) -> UploadName:
+        name = UploadName(RUN, upload or uuid.uuid4().hex)
         new = NewUpload(
             step=step,
             writer_count=1,
@@ -141,6 +145,20 @@ class Process:
         await self.store.commits.create(
             name, new, table, data, reserve=reserve, report=None
         )
+        self.contents[step] = tuple(content)
+        return name
+
+    async def end(
+        self, step: int, content: Sequence[int] = (0, 0, 0), *, upload: str = ""
+    ) -> UploadName:
+        """Saves a step as a direct writer that ends in the call that commits."""
+        name = await self.begin(step, upload=upload)
+        file = f"{name.upload}/{uuid.uuid4().hex}"
+        data = b"".join(frame(c, version=v).data for c, v in enumerate(content))
+        await self.bucket.write_new(PLACES.data_file(file), [data])
+        record = await self.store.uploads.record(name)
+        end = end_of(file, content)
+        await self.store.commits.commit(name, record.epoch, end)
         self.contents[step] = tuple(content)
         return name
 
@@ -222,6 +240,19 @@ class Process:
     async def _open(self, name: UploadName) -> Any:
         record = await self.store.uploads.record(name)
         return await self.store.uploads.open(name, record.epoch)
+
+
+def end_of(file: str, content: Sequence[int]) -> WriterEnd:
+    """Returns the end of a writer with all chunks in one data file."""
+
+    async def reserve(*_: int) -> None:
+        pass
+
+    sums = mixed_sums(dict(enumerate(content)))
+    rows = [(file, LENGTH * chunk, LENGTH) for chunk in range(len(content))]
+    places = ChunkLocations.of_rows(rows)
+    (placed,) = pack_placed(sums, places, with_ordinals=True)
+    return WriterEnd(sums=sums, placed=placed, report=None, reserve=reserve)
 
 
 async def started(root: str = "memory://") -> Process:

@@ -275,6 +275,15 @@ def _commit_upload(s: Saved) -> Any:
     return uploads.CommitUploadRequest(name=writer.name, epoch=writer.epoch)
 
 
+def _end_and_commit(s: Saved) -> Start:
+    """CommitUpload in which the only writer finishes, too."""
+    writer = _written(s)
+    (table,) = pack_sums(sums(0, 1, 2))
+    end = uploads.WriterEnd(chunks=table)
+    request = uploads.CommitUploadRequest(name=writer.name, epoch=writer.epoch, end=end)
+    return one_answer(s.methods["CommitUpload"], request)
+
+
 def _create_checkpoint(s: Saved) -> Any:
     (leaves,) = pack_leaves(tree_of())
     return uploads.CreateCheckpointRequest(
@@ -382,6 +391,7 @@ def _make(name: str, saved: Saved) -> Start:
 
 CALLS: Final[dict[str, list[Make]]] = {
     **{name: [partial(_make, name)] for name in _REQUESTS},
+    "CommitUpload": [partial(_make, "CommitUpload"), _end_and_commit],
     "WatchCheckpoints": [_watch_checkpoints],
     "WriteChunks": [write_chunks, write_within_a_chunk],
     "LendCredentials": [_lend_credentials],

@@ -144,7 +144,7 @@ def test_each_call_of_a_save_has_a_span_of_the_server(collector: Collector) -> N
     def calls(spans: Any) -> set[str]:
         return {one.name for one in spans if one.service == "storesvc"}
 
-    names = {"BeginUpload", "WriteChunks", "FinishWriter", "CommitUpload"}
+    names = {"BeginUpload", "WriteChunks", "CommitUpload"}
     methods = {f"storesvc.v1.UploadService/{name}" for name in names}
     spans = collector.until(lambda spans: methods <= calls(spans))
 

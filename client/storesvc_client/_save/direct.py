@@ -477,6 +477,11 @@ class DirectWriter:
         """
         return self._placed.take()
 
+    def take_rest(self) -> tree_pb2.ChunkTable | None:
+        """Returns the table of the last files in a bucket, once ``take`` has returned
+        None; None if it has returned all."""
+        return self._placed.take_rest()
+
     def _end(self, workers: "Sequence[Future[None]]") -> None:
         """Waits for the worker threads, then ends the queue of tables."""
         errors = [e for worker in workers if (e := worker.exception()) is not None]
@@ -612,10 +617,23 @@ class _PlacedChunks:
             self._changed.notify_all()
 
     @property
+    def _rows(self) -> int:
+        return sum(len(sums) for sums, _ in self._parts)
+
+    @property
     def _is_full(self) -> bool:
         """True if no part can be added to the next table."""
-        rows = sum(len(sums) for sums, _ in self._parts)
-        return self._has_ended or rows >= MAX_PART_ROWS
+        return self._has_ended or self._rows >= MAX_PART_ROWS
+
+    @property
+    def _is_one_table(self) -> bool:
+        return self._rows <= MAX_PART_ROWS
+
+    def take_rest(self) -> tree_pb2.ChunkTable | None:
+        """See ``DirectWriter.take_rest``."""
+        with self._changed:
+            parts, self._parts = list(self._parts), deque()
+        return next(pack_placed(*merge(parts), with_ordinals=True)) if parts else None
 
     def end(self, error: BaseException | None) -> None:
         """Marks the end of the queue; an error is raised after the last table."""
@@ -625,7 +643,8 @@ class _PlacedChunks:
             self._changed.notify_all()
 
     def take(self) -> tree_pb2.ChunkTable | None:
-        """Waits for chunks and returns their table; None after the last one.
+        """Waits for chunks and returns their table; None after the last one, which
+        ``take_rest`` has if tables are merged.
 
         Raises:
             BaseException: The error of ``end``.
@@ -636,6 +655,8 @@ class _PlacedChunks:
             self._changed.wait_for(lambda: self._parts or self._has_ended)
             if self._is_merged:
                 self._changed.wait_for(lambda: self._is_full, TABLE_SECONDS)
+                if self._has_ended and self._error is None and self._is_one_table:
+                    return None
             # as many parts as one table may have
             while self._parts and rows + len(self._parts[0][0]) <= MAX_PART_ROWS:
                 parts.append(self._parts.popleft())

@@ -11,6 +11,7 @@ The order makes a checkpoint complete or absent:
 1. Begin the upload, and renew its lease in the background.
 2. Make every chunk durable, in a data file or in the base.
 3. Finish the writer: the server compares its receipts with the checksums sent now.
+   The only writer of an upload does so in the call of step 4.
 4. Commit, once all writers have finished.
 """
 
@@ -57,6 +58,7 @@ from storesvc_client.errors import (
     UnavailableError,
     translate_rpc_errors,
 )
+from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
@@ -188,6 +190,8 @@ class Upload:
         self.probes: Probes = np.zeros(tree.chunk_count, np.uint32)
         """Probes of all chunks, which the snapshot fills in."""
         self._begun: Future[api.Upload] = Future()
+        self._end: api.WriterEnd | None = None
+        """The end of the writer that the commit sends; None: it has finished."""
 
     @property
     def id(self) -> str:
@@ -265,9 +269,15 @@ class Upload:
 
     def _commit(self) -> Checkpoint:
         # 4. Commit.
+        ref = self._writer.ref(self._begun.result())
         try:
-            return self._writer.commit(self._writer.ref(self._begun.result()))
+            return self._writer.commit(ref, self._end)
         except PreconditionError as e:
+            if e.reason == "WRITER_UNFINISHED" and self._end is not None:
+                # The server is of an earlier release, and finishes in another call.
+                rest, self._end = self._end.placed, None
+                self._finish(ref, rest if rest.crc32c else None)
+                return self._writer.commit(ref)
             self._explain(e)
             raise
 
@@ -354,9 +364,10 @@ class Upload:
         wanted = WantedSlabs(self._slab_queue, lambda slabs: self._choose(ref, slabs))
         streams = ChunkStreams(self._connection, ref, self._sums, self._meter)
         # 2. Make the chunks durable.
+        rest = None
         try:
             if self._data_root is not None:
-                self._write_directly(ref, self._data_root, wanted, streams)
+                rest = self._write_directly(ref, self._data_root, wanted, streams)
             else:
                 streams.send_slabs(self._slab_queue, wanted)
             self._slab_queue.check()  # the snapshot may fail after its last slab
@@ -371,6 +382,18 @@ class Upload:
         finally:
             wanted.drop()
         # 3. Finish.
+        self._end = self._writer.describe_end(
+            self._sums.result(self._own), rest, self._measure_writer()
+        )
+        if self._end is None:
+            self._finish(ref, rest)
+
+    def _finish(self, ref: api.WriterRef, rest: tree_pb2.ChunkTable | None) -> None:
+        """Reports the last durable chunks, and finishes the writer."""
+        if rest is not None:
+            streams = ChunkStreams(self._connection, ref, self._sums, self._meter)
+            tables = iter([rest])
+            streams.send_tables(lambda: next(tables, None))
         try:
             self._writer.finish(
                 ref, self._sums.result(self._own), self._measure_writer()
@@ -466,8 +489,9 @@ class Upload:
         root: Path | BucketRoot | LentBucket,
         wanted: WantedSlabs,
         streams: ChunkStreams,
-    ) -> None:
-        """Writes chunks to the pool and sends the server the tables of durable ones."""
+    ) -> tree_pb2.ChunkTable | None:
+        """Writes chunks to the pool and sends the server the tables of durable ones;
+        returns the last table unsent."""
         name = UploadName.from_resource(ref.upload)
         places = RunPaths(name.run)
         if isinstance(root, LentBucket):
@@ -484,6 +508,7 @@ class Upload:
             save_bytes=int(self._tree.stored_lengths.sum()),
         ) as writer:
             streams.send_tables(writer.take)
+            return writer.take_rest()
 
     def _measure_writer(self) -> WriterReport:
         """Returns the measurements of this process so far."""

@@ -34,7 +34,7 @@ from typing import Any, Final, SupportsFloat, TypeVar
 import grpc
 
 from storesvc.format.checksums import DIGEST_BYTES, digest
-from storesvc.format.chunks import Sums, pack_sums
+from storesvc.format.chunks import MAX_PART_ROWS, Sums, pack_sums
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc_client._job.job import JointSave, Outcome, process_name
@@ -116,7 +116,10 @@ def checked_description(
 
 
 _MAX_ONE_CALL_BYTES: Final = (1 << 20) + (256 << 10)
-"""Maximum bytes of a CreateCheckpointRequest."""
+"""Maximum bytes of a CreateCheckpointRequest, and of a CommitUploadRequest."""
+
+_MAX_END_BYTES: Final = 1 << 20
+"""The part of that for the end of a writer."""
 
 
 class NotInOneCallError(Exception):
@@ -225,16 +228,36 @@ class Writer:
             with attempt, self._meter.phase("finish"):
                 self._finish(ref, sums, report)
 
-    def commit(self, ref: api.WriterRef) -> Checkpoint:
+    def describe_end(
+        self, sums: Sums, placed: tree_pb2.ChunkTable | None, report: WriterReport
+    ) -> api.WriterEnd | None:
+        """Returns what ``commit`` sends instead of ``finish``; None if ``finish`` must
+        be called, once the chunks of `placed` were reported."""
+        if len(sums) > MAX_PART_ROWS:
+            return None
+        (chunks,) = pack_sums(sums)
+        message = replace(report, owner=_owner()).to_message()
+        end = api.WriterEnd(chunks=chunks, placed=placed, report=message)
+        return end if end.ByteSize() <= _MAX_END_BYTES else None
+
+    def commit(
+        self, ref: api.WriterRef, end: api.WriterEnd | None = None
+    ) -> Checkpoint:
         """Commits the upload and returns the checkpoint.
+
+        Args:
+            ref: The reference to this writer.
+            end: From ``describe_end``; None if the writer has finished.
 
         Raises:
             StoreError: As the contract states for CommitUpload.
         """
-        return Checkpoint.from_message(self._commit(ref))
+        return Checkpoint.from_message(self._commit(ref, end))
 
-    def _commit(self, ref: api.WriterRef) -> checkpoint_api.Checkpoint:
-        request = api.CommitUploadRequest(name=ref.upload, epoch=ref.epoch)
+    def _commit(
+        self, ref: api.WriterRef, end: api.WriterEnd | None = None
+    ) -> checkpoint_api.Checkpoint:
+        request = api.CommitUploadRequest(name=ref.upload, epoch=ref.epoch, end=end)
         timeout = self._connection.timeout
         for attempt in self._connection.attempts("CommitUpload"):
             with (
@@ -430,6 +453,11 @@ class JointWriter(Writer):
                 return send()
         raise AssertionError
 
+    def describe_end(
+        self, sums: Sums, placed: tree_pb2.ChunkTable | None, report: WriterReport
+    ) -> None:
+        """Returns None: the others must finish, too."""
+
     def finish(self, ref: api.WriterRef, sums: Sums, report: WriterReport) -> None:
         """See ``Writer.finish``."""
         for attempt in self._connection.attempts("FinishWriter"):
@@ -444,7 +472,11 @@ class JointWriter(Writer):
         with suppress(StoreError):  # else the others find out by the store
             self._is_last = self._joint.finish()
 
-    def commit(self, ref: api.WriterRef) -> Checkpoint:
+    def commit(
+        self,
+        ref: api.WriterRef,
+        end: api.WriterEnd | None = None,  # noqa: ARG002 - none of these has one
+    ) -> Checkpoint:
         """Waits for all processes to finish, then returns the committed checkpoint.
 
         Raises:

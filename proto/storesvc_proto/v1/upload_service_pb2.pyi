@@ -587,19 +587,61 @@ class CommitUploadRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/uploads/{upload}`."""
     epoch: builtins.int
     """`Upload.epoch` in the response of BeginUpload."""
+    @property
+    def end(self) -> Global___WriterEnd:
+        """What the only writer of the upload declares, instead of FinishWriter."""
+
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         epoch: builtins.int = ...,
+        end: Global___WriterEnd | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "name", b"name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "epoch", b"epoch", "name", b"name"]) -> None: ...
 
 Global___CommitUploadRequest: typing_extensions.TypeAlias = CommitUploadRequest
+
+@typing.final
+class WriterEnd(google.protobuf.message.Message):
+    """The end of the only writer of an upload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: builtins.int
+    PLACED_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    @property
+    def chunks(self) -> storesvc_proto.v1.tree_pb2.ChunkTable:
+        """The receipt: rows with `ordinal`, `crc32c` and `digests` of all chunks, ascending."""
+
+    @property
+    def placed(self) -> storesvc_proto.v1.tree_pb2.ChunkTable:
+        """Chunks that the writer wrote to the pool of the run itself and has not reported with
+        WriteChunks, as `placed` there.
+        """
+
+    @property
+    def report(self) -> storesvc_proto.v1.report_pb2.WriterReport:
+        """What the writer measured; optional."""
+
+    def __init__(
+        self,
+        *,
+        chunks: storesvc_proto.v1.tree_pb2.ChunkTable | None = ...,
+        placed: storesvc_proto.v1.tree_pb2.ChunkTable | None = ...,
+        report: storesvc_proto.v1.report_pb2.WriterReport | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunks", b"chunks", "placed", b"placed", "report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "placed", b"placed", "report", b"report"]) -> None: ...
+
+Global___WriterEnd: typing_extensions.TypeAlias = WriterEnd
 
 @typing.final
 class CommitUploadResponse(google.protobuf.message.Message):

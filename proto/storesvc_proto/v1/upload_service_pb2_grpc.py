@@ -278,6 +278,11 @@ class UploadServiceServicer(object):
         exactly one of them; claimed chunks are checked again. After the response the
         checkpoint survives the loss of every process.
 
+        The only writer of an upload SHOULD finish in the same call, with `end`, if the
+        request has at most 1.25 MiB. A server of an earlier release ignores that, and
+        answers `WRITER_UNFINISHED`: the client then reports its chunks with WriteChunks,
+        finishes, and commits again.
+
         Idempotent: the same upload returns the same checkpoint. Deadline: 60 s.
 
         Errors:
@@ -285,6 +290,7 @@ class UploadServiceServicer(object):
         * `CHECKPOINT_EXISTS`: another upload committed this step.
         * `WRITER_UNFINISHED`.
         * `CHUNKS_INCOMPLETE`, `CONFLICT`.
+        * `INVALID_CHUNK`, `LIMIT_EXCEEDED`: of `end`, as in WriteChunks and FinishWriter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

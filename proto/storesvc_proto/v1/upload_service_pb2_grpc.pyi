@@ -486,6 +486,11 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     exactly one of them; claimed chunks are checked again. After the response the
     checkpoint survives the loss of every process.
 
+    The only writer of an upload SHOULD finish in the same call, with `end`, if the
+    request has at most 1.25 MiB. A server of an earlier release ignores that, and
+    answers `WRITER_UNFINISHED`: the client then reports its chunks with WriteChunks,
+    finishes, and commits again.
+
     Idempotent: the same upload returns the same checkpoint. Deadline: 60 s.
 
     Errors:
@@ -493,6 +498,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     * `CHECKPOINT_EXISTS`: another upload committed this step.
     * `WRITER_UNFINISHED`.
     * `CHUNKS_INCOMPLETE`, `CONFLICT`.
+    * `INVALID_CHUNK`, `LIMIT_EXCEEDED`: of `end`, as in WriteChunks and FinishWriter.
     """
 
     CreateCheckpoint: _UploadServiceCreateCheckpointType
@@ -783,6 +789,11 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         exactly one of them; claimed chunks are checked again. After the response the
         checkpoint survives the loss of every process.
 
+        The only writer of an upload SHOULD finish in the same call, with `end`, if the
+        request has at most 1.25 MiB. A server of an earlier release ignores that, and
+        answers `WRITER_UNFINISHED`: the client then reports its chunks with WriteChunks,
+        finishes, and commits again.
+
         Idempotent: the same upload returns the same checkpoint. Deadline: 60 s.
 
         Errors:
@@ -790,6 +801,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         * `CHECKPOINT_EXISTS`: another upload committed this step.
         * `WRITER_UNFINISHED`.
         * `CHUNKS_INCOMPLETE`, `CONFLICT`.
+        * `INVALID_CHUNK`, `LIMIT_EXCEEDED`: of `end`, as in WriteChunks and FinishWriter.
         """
 
     @abc.abstractmethod

@@ -36,6 +36,9 @@ from storesvc.storage.throttle import ended_early
 Generation = NewType("Generation", bytes)
 """Version of an object, as its last write made it; opaque."""
 
+UNLISTED: Final = Generation(b"")
+"""Generation of an object in a list that has none; no object has it."""
+
 
 class Condition(Enum):
     """Precondition of a write, other than a generation."""
@@ -123,6 +126,16 @@ class Bucket(Protocol):
             limit: Number of paths that the caller needs; None: all. If there are more,
                 a storage that lists in pages returns only as many; others return all.
         """
+
+    async def list_versions(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> dict[str, Generation]:
+        """Returns a list like ``list``, with the generation of each object, or
+        ``UNLISTED`` where the lists of the storage have none."""
+
+    @property
+    def lists_pages(self) -> bool:
+        """True if a list takes a request for each page of names."""
 
 
 NAMES_A_PAGE: Final = 1000

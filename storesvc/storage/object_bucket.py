@@ -29,6 +29,7 @@ from storesvc.format.wire import Part, cut
 from storesvc.storage import hedging, kvstore
 from storesvc.storage.bucket import (
     ALWAYS,
+    UNLISTED,
     Condition,
     Generation,
     PreconditionError,
@@ -211,18 +212,26 @@ class RemoteBackend(MemoryBackend):
     async def list_paths(
         self, prefix: str, after: str, limit: int | None = None
     ) -> list[str]:
-        names = await self._names(prefix, after, limit)
+        return [*await self.list_versions(prefix, after, limit)]
+
+    async def list_versions(
+        self, prefix: str, after: str, limit: int | None
+    ) -> dict[str, Generation]:
+        listed = await self._versions(prefix, after, limit)
         # Some servers of the API ignore the prefix or the offset of a list: then the
         # first names are others than those that the caller needs.
-        found = [name for name in names if name.startswith(prefix) and name > after]
-        if limit is not None and len(found) < len(names):
-            return await self.list_paths(prefix, after)
-        return found
+        names = [name for name in listed if name.startswith(prefix) and name > after]
+        if limit is not None and len(names) < len(listed):
+            return await self.list_versions(prefix, after, None)
+        return {name: listed[name] for name in names}
 
-    async def _names(self, prefix: str, after: str, limit: int | None) -> list[str]:
+    async def _versions(
+        self, prefix: str, after: str, limit: int | None
+    ) -> dict[str, Generation]:
         del limit
         listing = partial(kvstore.names, self._root, prefix, after)
-        return await answer(self._storage, self._send(listing))
+        found = await answer(self._storage, self._send(listing))
+        return dict.fromkeys(found, UNLISTED)
 
 
 class GcsBackend(RemoteBackend):
@@ -240,8 +249,10 @@ class GcsBackend(RemoteBackend):
     async def first_names(self, limit: int) -> list[str]:
         return await self._lists.first_names(limit)
 
-    async def _names(self, prefix: str, after: str, limit: int | None) -> list[str]:
-        return await self._lists.names(prefix, after=after, limit=limit)
+    async def _versions(
+        self, prefix: str, after: str, limit: int | None
+    ) -> dict[str, Generation]:
+        return await self._lists.versions(prefix, after, limit)
 
     async def sizes(self, folder: str) -> dict[str, int]:
         return await self._lists.sizes(folder)
@@ -261,10 +272,12 @@ class S3Backend(RemoteBackend):
         else:
             await self._deletes.delete(path, generation)
 
-    async def _names(self, prefix: str, after: str, limit: int | None) -> list[str]:
+    async def _versions(
+        self, prefix: str, after: str, limit: int | None
+    ) -> dict[str, Generation]:
         if not prefix.endswith("/") or (not after and limit is None):
-            return await super()._names(prefix, after, limit)
-        return [*await self._deletes.sizes(prefix, after=after, limit=limit)]
+            return await super()._versions(prefix, after, limit)
+        return await self._deletes.versions(prefix, after, limit)
 
     async def sizes(self, folder: str) -> dict[str, int]:
         return await self._deletes.sizes(folder)
@@ -412,6 +425,19 @@ class TensorStoreBucket:
     ) -> list[str]:
         with self._request(prefix, "list"):
             return await self._backend.list_paths(prefix, after, limit)
+
+    async def list_versions(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> dict[str, Generation]:
+        if not isinstance(self._backend, RemoteBackend):
+            found = await self.list(prefix, after=after, limit=limit)
+            return dict.fromkeys(found, UNLISTED)
+        with self._request(prefix, "list"):
+            return await self._backend.list_versions(prefix, after, limit)
+
+    @property
+    def lists_pages(self) -> bool:
+        return isinstance(self._backend, RemoteBackend)
 
     async def sizes(self, folder: str) -> dict[str, int]:
         """Returns the bytes of each object below a folder, by path."""

@@ -32,7 +32,7 @@ from functools import partial
 from http import HTTPStatus
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
 from storesvc.storage.bucket import (
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from google.auth.exceptions import GoogleAuthError
     from google.auth.transport import Request
     from google.cloud.storage import Bucket
+    from obstore import ObjectMeta
     from obstore.store import S3Store
 
 DELETE_TIMEOUT_SECONDS: Final = 10.0
@@ -73,6 +74,10 @@ _SEARCH: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=5)}
 _CLIENT: Final = {"connect_timeout": "2s", "timeout": "5s"}
 
 _SIGNED_FOR: Final = timedelta(minutes=5)
+
+_KIND: Final = b"\0"
+"""TensorStore's generations begin with a byte for their kind; then follow the ETag of
+S3, or the 8 bytes of Google's number, the lowest first."""
 
 _SHOWN_FIELDS: Final = ("Code", "Message")
 _MAX_ERROR_BYTES: Final = 1 << 16
@@ -142,10 +147,16 @@ class S3Deletes:
         if not await answer(self._storage, asked):
             raise PreconditionError(path)
 
-    async def sizes(
-        self, prefix: str, *, after: str = "", limit: int | None = None
-    ) -> dict[str, int]:
-        """Returns the bytes of each object that begins with a prefix, by path.
+    async def sizes(self, prefix: str) -> dict[str, int]:
+        """Returns the bytes of objects in a folder by path; raises as ``versions``."""
+        asked = run_in_daemon_thread(self._list, prefix, "", None)
+        found = await answer(self._storage, asked)
+        return {path: one["size"] for path, one in found.items()}
+
+    async def versions(
+        self, prefix: str, after: str, limit: int | None
+    ) -> dict[str, Generation]:
+        """Returns the generations of the objects that begin with a prefix, by path.
 
         Args:
             prefix: The prefix, a folder.
@@ -155,10 +166,16 @@ class S3Deletes:
         Raises:
             StorageUnavailableError: The storage failed, or does not answer.
         """
-        asked = run_in_daemon_thread(self._sizes, prefix, after, limit)
-        return await answer(self._storage, asked)
+        asked = run_in_daemon_thread(self._list, prefix, after, limit)
+        found = await answer(self._storage, asked)
+        return {
+            path: Generation(_KIND + (one["e_tag"] or "").encode())
+            for path, one in found.items()
+        }
 
-    def _sizes(self, prefix: str, after: str, limit: int | None) -> dict[str, int]:
+    def _list(
+        self, prefix: str, after: str, limit: int | None
+    ) -> "dict[str, ObjectMeta]":
         import obstore
         from obstore.exceptions import BaseError, PermissionDeniedError
 
@@ -167,7 +184,7 @@ class S3Deletes:
         pages = obstore.list(self._store, f"{root}{prefix}", offset=offset)
         try:
             return {
-                one["path"].removeprefix(root): one["size"]
+                one["path"].removeprefix(root): one
                 for one in islice(chain.from_iterable(pages), limit)
             }
         except BaseError as e:
@@ -196,8 +213,7 @@ class S3Deletes:
             url = self._sign_url(path)
         except _UnsignedError as e:
             raise unauthenticated_error(self._storage, path, str(e)) from e
-        # TensorStore's generation is one byte for its kind, and the ETag.
-        etag = generation[1:].decode()
+        etag = generation.removeprefix(_KIND).decode()
         request = urllib.request.Request(  # noqa: S310 - of an endpoint over HTTP
             url, method="DELETE", headers={"If-Match": etag}
         )
@@ -272,6 +288,9 @@ _SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _REPEATED: Final = "a page of its list repeats names of the previous page"
 _ENDLESS: Final = f"its list has {MAX_EMPTY_PAGES} consecutive empty pages"
 
+_Field: TypeAlias = Literal["size", "generation"]
+"""Field of an object that a list has, as well as its name."""
+
 _environment_lock: Final = threading.RLock()
 
 
@@ -295,23 +314,31 @@ class GcsLists:
         bucket = await run_in_daemon_thread(make_bucket, storage)
         return cls(storage, bucket, storage.spec["path"])
 
-    async def names(
-        self, prefix: str, *, after: str = "", limit: int | None = None
-    ) -> list[str]:
-        """Returns the paths that begin with a prefix, ascending; see ``sizes``."""
-        return [*await self.sizes(prefix, after=after, limit=limit)]
+    async def sizes(self, prefix: str) -> dict[str, int]:
+        """Returns the bytes of all objects by path; raises as ``versions``."""
+        return await self._list(prefix, "", None, "size")
 
-    async def sizes(
-        self, prefix: str, *, after: str = "", limit: int | None = None
-    ) -> dict[str, int]:
-        """Returns the bytes of all objects by path, ascending, or of the first ones.
+    async def versions(
+        self, prefix: str, after: str, limit: int | None
+    ) -> dict[str, Generation]:
+        """Returns the generations of all objects by path, ascending, or of the first
+        ones.
 
         Raises:
             StorageDeniedError: The storage rejects the credentials or denies the list.
             StorageUnavailableError: A page cannot be read.
         """
+        found = await self._list(prefix, after, limit, "generation")
+        return {
+            path: Generation(_KIND + number.to_bytes(8, "little"))
+            for path, number in found.items()
+        }
+
+    async def _list(
+        self, prefix: str, after: str, limit: int | None, field: _Field
+    ) -> dict[str, int]:
         found: dict[str, int] = {}
-        last, pages = "", self._pages(prefix, after, limit)
+        last, pages = "", self._pages(prefix, after, limit, field)
         with translate_errors(self._storage, prefix):
             # GCS orders names by their UTF-8, which is the order of Python's str.
             while page := await self._page(pages, prefix):
@@ -324,7 +351,7 @@ class GcsLists:
     async def first_names(self, limit: int) -> list[str]:
         """Returns the names of up to `limit` objects, with one request."""
         with translate_errors(self._storage, ""):
-            return [*await self._page(self._pages("", "", at_most=limit), "")]
+            return [*await self._page(self._pages("", "", limit, "size"), "")]
 
     async def check_bucket(self) -> None:
         """Rejects a bucket that does not exist: reads from it would find nothing."""
@@ -338,11 +365,13 @@ class GcsLists:
             raise no_bucket(self._storage) from e
 
     async def _page(self, pages: "_Pages", prefix: str) -> dict[str, int]:
-        """The names and sizes of the next page; empty after the last one."""
+        """The names of the next page, with their field; empty after the last one."""
         ask = partial(run_in_daemon_thread, self._next, pages, prefix)
         return await answer(self._storage, send(shared_window(self._storage), ask))
 
-    def _pages(self, prefix: str, after: str, at_most: int | None = None) -> "_Pages":
+    def _pages(
+        self, prefix: str, after: str, at_most: int | None, field: _Field
+    ) -> "_Pages":
         """The pages of a list; each step sends one request."""
         from google.cloud.storage.retry import DEFAULT_RETRY
 
@@ -351,11 +380,12 @@ class GcsLists:
                 self._bucket.list_blobs,
                 prefix=f"{self._path}{prefix}",
                 start_offset=f"{self._path}{after}\0" if after else None,
-                fields="items(name,size),nextPageToken",
+                fields=f"items(name,{field}),nextPageToken",
                 timeout=TIMEOUT_SECONDS,
                 retry=DEFAULT_RETRY.with_timeout(0.0),  # marks transient errors
             ),
             at_most,
+            field,
         )
 
     def _next(self, pages: "_Pages", prefix: str) -> dict[str, int]:
@@ -367,7 +397,8 @@ class GcsLists:
             # An empty page need not be the last one.
             for number, page in enumerate(iter(pages.step, None)):
                 if found := {
-                    blob.name.removeprefix(self._path): blob.size or 0 for blob in page
+                    blob.name.removeprefix(self._path): getattr(blob, pages.field) or 0
+                    for blob in page
                 }:
                     return found
                 if number >= MAX_EMPTY_PAGES:
@@ -381,7 +412,10 @@ class _Pages:
     """A position in a list. A step that failed may be repeated, unlike that of an
     iterator of Google's client, which would end."""
 
-    def __init__(self, begin: Callable[..., Any], at_most: int | None) -> None:
+    def __init__(
+        self, begin: Callable[..., Any], at_most: int | None, field: _Field
+    ) -> None:
+        self.field = field
         self._begin = begin
         self._left = at_most
         self._token: str | None = ""

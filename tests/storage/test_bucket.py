@@ -27,6 +27,7 @@ from storesvc.errors import (
 from storesvc.format.wire import Part
 from storesvc.storage.bucket import (
     IF_ABSENT,
+    UNLISTED,
     Generation,
     PreconditionError,
     list_pages,
@@ -99,6 +100,20 @@ class BucketTests:
         stored = await bucket.read("a/b")
         assert stored is not None
         assert (b"one", generation) == (stored.data, stored.generation)
+
+    async def test_a_list_has_the_generations_of_its_objects_or_none(
+        self, bucket: TensorStoreBucket
+    ) -> None:
+        written = {f"l/{n}": await bucket.write(f"l/{n}", b"%d" % n) for n in range(4)}
+        written["l/2"] = await bucket.write("l/2", b"changed")
+        listed = await bucket.list_versions("l/", after="l/0")
+        del written["l/0"]
+        if not bucket.lists_pages:
+            written = dict.fromkeys(written, UNLISTED)
+        assert [*written.items()] == [*listed.items()]
+        first = await bucket.list_versions("l/", after="l/0", limit=1)
+        assert {"l/1"} == {*first} or not bucket.lists_pages
+        assert {} == await bucket.list_versions("m/", limit=1)
 
     async def test_a_range_is_read_as_asked_or_not_at_all(
         self, bucket: TensorStoreBucket

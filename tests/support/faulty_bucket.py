@@ -259,6 +259,14 @@ class FaultyBucket(TensorStoreBucket):
         listing = super().list(prefix, after=after, limit=limit)
         return await self.calls.make("list", prefix, listing)
 
+    async def list_versions(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> dict[str, Generation]:
+        if not self.lists_pages:  # then it is a list
+            return await super().list_versions(prefix, after=after, limit=limit)
+        listing = super().list_versions(prefix, after=after, limit=limit)
+        return await self.calls.make("list", prefix, listing)
+
     async def write_all(self, objects: Mapping[str, Sequence[Buffer]]) -> None:
         if not self.has_files:
             await super().write_all(objects)

@@ -140,6 +140,20 @@ class ShuffledBucket(Bucket):
         await self._others()
         return sorted(places)[:limit]
 
+    async def list_versions(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> dict[str, Generation]:
+        await self._others()
+        stored = self._world.stored
+        places = sorted(p for p in stored if p.startswith(prefix) and p > after)
+        found = {place: stored[place].generation for place in places[:limit]}
+        await self._others()
+        return found
+
+    @property
+    def lists_pages(self) -> bool:
+        return True
+
     async def _others(self) -> None:
         """Yields to other tasks, and advances the clock."""
         rng = self._world.rng

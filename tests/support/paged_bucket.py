@@ -1,7 +1,7 @@
 """A bucket in memory that lists in pages, as one on the network."""
 
 from storesvc.catalog import numbered
-from storesvc.storage.bucket import Stored
+from storesvc.storage.bucket import Generation, Stored
 from storesvc.storage.object_bucket import TensorStoreBucket
 
 
@@ -24,6 +24,17 @@ class PagedBucket(TensorStoreBucket):
         self.lists += max(1, -(-len(found) // numbered.PAGE))
         self.names += len(found)
         return found
+
+    async def list_versions(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> dict[str, Generation]:
+        paths = await self.list(prefix, after=after, limit=limit)
+        found = [(path, await super(PagedBucket, self).read(path)) for path in paths]
+        return {path: one.generation for path, one in found if one}
+
+    @property
+    def lists_pages(self) -> bool:
+        return True
 
     def clear(self) -> None:
         """Counts from here on."""

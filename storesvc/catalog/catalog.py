@@ -14,7 +14,10 @@ again, until none has changed.
 
 No such list contains all slots of a long run. It begins at the newest checkpoint that
 this process has seen, and so has all newer ones, whichever process committed them; if
-that one is gone, or more are needed, the steps below are listed, as far as needed.
+that one is gone, or more are needed, the steps below are listed, as far as needed. A
+process that has seen none begins at the hint that the last commit left in a bucket
+(``RecentCheckpoint``). What it has seen, or the hint, is the record of that checkpoint,
+too, if the list shows the generation that this had; otherwise the slot is read.
 """
 
 import asyncio
@@ -29,7 +32,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import attrgetter
@@ -44,6 +47,7 @@ from storesvc.catalog.records import (
     damage_error,
     read_listed,
     read_record,
+    seal_record,
 )
 from storesvc.catalog.rollbacks import Rollbacks, data_missing, rolled_back
 from storesvc.catalog.slots import (
@@ -60,6 +64,7 @@ from storesvc.errors import (
     CheckpointNotFoundError,
     ConflictError,
     CorruptDataError,
+    FormatUnsupportedError,
     RunNotFoundError,
     TagNotFoundError,
 )
@@ -67,7 +72,7 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
-from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.bucket import UNLISTED, Bucket, Generation
 from storesvc.storage.requests import AT_ONCE, background_task, gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -135,24 +140,18 @@ _GROWTH: Final = 16
 """Factor by which the next range of steps is longer if the last one had no slot."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A memory of a run: it decides where lists begin, and nothing else."""
-
-    step: int | None = None
-    """The newest checkpoint."""
-    stride: int = 0
-    """Distance of two steps; 0: unknown."""
-
-
 class _Descent:
     """Lists the slots of a run from the newest down, as far as they are needed."""
 
     def __init__(
-        self, slots: NumberedObjects, seen: _Seen, *, before: int | None
+        self,
+        slots: NumberedObjects,
+        seen: pb.RecentCheckpoint,
+        *,
+        before: int | None,
     ) -> None:
         self._slots = slots
-        self._seen = seen
+        self._newest = seen.slot.step if seen.HasField("slot") else None
         self._below = before
         """All slots from this step on were returned, or are not wanted; None: none."""
         self._is_sparse = False
@@ -166,10 +165,10 @@ class _Descent:
         """True if no slot is left."""
         return self._below is not None and self._below <= 0
 
-    async def list_next(self, count: int) -> list[int]:
-        """Returns the next steps, newest first: about `count` of them, or none if there
-        is none where so many were expected."""
-        below, step = self._below, self._seen.step
+    async def list_next(self, count: int) -> dict[int, Generation]:
+        """Returns the next steps, newest first, with the generations of their slots:
+        about `count` of them, or none if there is none where so many were expected."""
+        below, step = self._below, self._newest
         is_below = below is not None or (step is not None and count > 1)
         if is_below and not self._has_begun and (self._is_sparse or not self.stride):
             self._has_begun = True
@@ -195,15 +194,16 @@ class _Descent:
         return self._below is not None and end >= self._slots.path(self._below - 1)
 
 
-def _descending(span: Span, below: int | None) -> list[int]:
-    return [n for n in reversed(span.numbers) if below is None or n < below]
+def _descending(span: Span, below: int | None) -> dict[int, Generation]:
+    found = reversed(span.found.items())
+    return {number: one for number, one in found if below is None or number < below}
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """One pass over the slots of a run, from the newest down."""
 
-    steps: set[int]
+    listed: Mapping[int, Generation]
     """The slots that were listed."""
     found: Sequence[tuple[int, pb.CheckpointRecord | CorruptDataError]]
     """Matching slots by step; a damaged one may have any state."""
@@ -217,7 +217,9 @@ class SlotReader:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._rollbacks = Rollbacks(bucket)
-        self._seen: LRUCache[RunName, _Seen] = LRUCache(_MAX_SEEN)
+        self._seen: LRUCache[RunName, pb.RecentCheckpoint] = LRUCache(_MAX_SEEN)
+        """The newest checkpoints that were seen: they decide where lists begin, and
+        save the read of a slot that a list shows to be unchanged, and nothing else."""
 
     async def slot(
         self, run: RunName, step: int
@@ -280,7 +282,7 @@ class SlotReader:
                 break
             above = one.found[-1][0] if len(one.found) == limit else None
             later = await self.steps(run, after=above, before=before)
-            if one.steps.issuperset(later) and await self._is_unchanged(
+            if one.listed.keys() >= {*later} and await self._is_unchanged(
                 run, one.skipped
             ):
                 break
@@ -298,18 +300,14 @@ class SlotReader:
                 await asyncio.sleep(passes * _PAUSE_SECONDS)
         return one.found
 
-    def note_committed(self, run: RunName, step: int) -> None:
-        """Lets the next lists of a run begin at a checkpoint that was committed."""
-        seen = self._seen.get(run, _Seen())
-        self._seen[run] = replace(seen, step=max(step, seen.step or 0))
-
     async def presumed_newest(self, run: RunName) -> pb.CheckpointRecord | None:
         """Returns the newest committed checkpoint if it is the one that this process
         has seen last, whose slot is read while the slots after it are listed; else
-        None."""
-        step = self._seen.get(run, _Seen()).step
-        if step is None:
+        None. Also None where the list itself shows whether that slot has changed."""
+        seen = self._seen.get(run)
+        if seen is None or not seen.HasField("slot") or self._bucket.lists_pages:
             return None
+        step = seen.slot.step
         async with background_task(or_damage(self.checked, run, step)) as reading:
             if (await self.steps(run, after=step - 1)) != [step]:
                 return None
@@ -323,35 +321,86 @@ class SlotReader:
     ) -> _Pass:
         found: list[tuple[int, pb.CheckpointRecord | CorruptDataError]] = []
         skipped: dict[int, Generation | None] = {}
-        listed: set[int] = set()
-        seen = self._seen.get(run, _Seen())
+        listed: dict[int, Generation] = {}
+        seen = await self._recall(run)
         descent, steps = _Descent(self._slots(run), seen, before=before), list[int]()
+        generations: dict[int, Generation] = {}
+
+        async def look(step: int) -> tuple[pb.CheckpointRecord, Generation] | None:
+            is_same = listed[step] == seen.generation != UNLISTED
+            if not is_same or step != seen.slot.step:
+                return await self.checked(run, step)
+            slot = pb.CheckpointRecord()
+            slot.CopyFrom(seen.slot)  # callers may change theirs
+            return slot, listed[step]
+
         # Usually the first slots match. Others are reservations of saves in progress,
         # or freed, and are read in larger batches.
         count = limit
         while len(found) < limit:
             while not steps and not descent.is_over:
-                steps = await descent.list_next(count)
-                listed.update(steps)
+                next_steps = await descent.list_next(count)
+                listed |= next_steps
+                steps = [*next_steps]
             if not steps:
                 break
             batch, steps = steps[:count], steps[count:]
-            slots = await gather_each(
-                lambda step: or_damage(self.checked, run, step), batch
-            )
+            slots = await gather_each(lambda step: or_damage(look, step), batch)
             for step, slot in zip(batch, slots, strict=True):
                 if len(found) == limit:
                     break
                 if isinstance(slot, CorruptDataError):
                     found.append((step, slot))
                 elif slot is not None and slot[0].state in states:
+                    generations[step] = slot[1]
                     found.append((step, slot[0]))
                 else:
                     skipped[step] = slot and slot[1]
             count = max(limit - len(found), AT_ONCE)
-        newest = found[0][0] if found and before is None else seen.step
-        self._seen[run] = _Seen(newest, descent.stride)
+        if self._seen.get(run) is seen:  # else a commit of this process is newer
+            now = pb.RecentCheckpoint()
+            now.CopyFrom(seen)
+            if found and before is None:
+                step, top = found[0]
+                if isinstance(top, CorruptDataError):
+                    top = pb.CheckpointRecord(step=step)
+                generation = generations.get(step, UNLISTED)
+                now = pb.RecentCheckpoint(slot=top, generation=generation)
+            now.stride = descent.stride
+            self._seen[run] = now
         return _Pass(listed, found, skipped)
+
+    def note_commit(
+        self, run: RunName, slot: pb.CheckpointRecord, generation: Generation
+    ) -> None:
+        """Remembers a checkpoint that this process has committed, if it is the
+        newest."""
+        seen = self._seen.get(run) or pb.RecentCheckpoint()
+        if not seen.HasField("slot") or seen.slot.step <= slot.step:
+            self._seen[run] = pb.RecentCheckpoint(
+                slot=slot, generation=generation, stride=seen.stride
+            )
+
+    async def write_hint(self, run: RunName) -> None:
+        """Writes the newest checkpoint that this process knows, for processes that know
+        none; only to a storage that lists in pages."""
+        seen, path = self._seen.get(run), RunPaths(run).recent
+        if seen is not None and seen.generation and self._bucket.lists_pages:
+            # Unconditionally, as no answer depends on it.
+            await self._bucket.write(path, seal_record(path, seen))
+
+    async def _recall(self, run: RunName) -> pb.RecentCheckpoint:
+        """Returns the memory of a run; the hint in the bucket, if there is none."""
+        if run not in self._seen:
+            found, path = None, RunPaths(run).recent
+            try:
+                if self._bucket.lists_pages:
+                    found = await read_record(self._bucket, path, pb.RecentCheckpoint)
+            except (CorruptDataError, FormatUnsupportedError) as e:
+                _log.warning("%s; the newest checkpoint of %s is searched", e, run)
+            seen = found[0] if found else pb.RecentCheckpoint()
+            self._seen.setdefault(run, seen)
+        return self._seen[run]
 
     def _slots(self, run: RunName) -> NumberedObjects:
         places = RunPaths(run)
@@ -587,10 +636,6 @@ class Catalog:
             found = await self._slots.presumed_newest(name.run)
         return found or await self.checkpoint(name)
 
-    def note_committed(self, run: RunName, step: int) -> None:
-        """Lets the next lists of a run begin at a checkpoint that was committed."""
-        self._slots.note_committed(run, step)
-
     async def checkpoint_with_uid(
         self, name: CheckpointName, uid: str
     ) -> pb.CheckpointRecord:
@@ -624,6 +669,16 @@ class Catalog:
         included."""
         if not await self._exists(name):
             raise await self._run_not_found(name)
+
+    def note_commit(
+        self, run: RunName, slot: pb.CheckpointRecord, generation: Generation
+    ) -> None:
+        """Remembers a checkpoint that this process has committed."""
+        self._slots.note_commit(run, slot, generation)
+
+    async def write_hint(self, run: RunName) -> None:
+        """Writes a hint of the newest checkpoint; see ``SlotReader``."""
+        await self._slots.write_hint(run)
 
     async def steps(self, run: RunName) -> list[int]:
         """Returns the steps that have a slot, newest first."""

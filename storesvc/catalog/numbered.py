@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from storesvc.format.layout import parse_number
-from storesvc.storage.bucket import Bucket
+from storesvc.storage.bucket import Bucket, Generation
 
 PAGE: Final = 1000
 """Names in one response of a bucket."""
@@ -29,16 +29,21 @@ class Span:
     """The numbers that exist from a first one on."""
 
     first: int
-    numbers: list[int]
-    """Ascending."""
+    found: dict[int, Generation]
+    """Their generations, by ascending numbers; ``UNLISTED`` where lists have none."""
     end: str | None = None
     """Path up to which they are complete; None: there are no more."""
 
     @property
+    def numbers(self) -> list[int]:
+        """The numbers, ascending."""
+        return [*self.found]
+
+    @property
     def stride(self) -> int:
         """Mean distance of two numbers, rounded up; 0: unknown."""
-        gaps = len(self.numbers) - 1
-        return -(-(self.numbers[-1] - self.numbers[0]) // gaps) if gaps > 0 else 0
+        numbers, gaps = self.numbers, len(self.found) - 1
+        return -(-(numbers[-1] - numbers[0]) // gaps) if gaps > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,11 @@ class NumberedObjects:
             limit: Number of them that the caller expects; None: a page.
         """
         page = await self.list(after=first - 1, limit=limit)
-        numbers = page.numbers
+        found = page.found
         while page.end is not None and page.end < self.path(stop - 1):
             page = await self._list(first, page.end, PAGE)
-            numbers += page.numbers
-        return Span(first, [number for number in numbers if number < stop])
+            found |= page.found
+        return Span(first, {number: found[number] for number in found if number < stop})
 
     async def list_end(self, *, after: int = -1) -> Span:
         """Returns the last numbers, of those after a given one: one page, or a part of
@@ -85,27 +90,28 @@ class NumberedObjects:
         while low.end is not None:
             # 1. Upwards until a probe finds nothing, then by halves. The last pages
             #    one after another.
-            last = low.numbers[-1] if low.numbers else MAX_NUMBER
+            last = next(reversed(low.found)) if low.found else MAX_NUMBER
             size = last - low.first + 1
             step = max(2 * step, 2 * size) if high == MAX_NUMBER else (high - last) // 2
             if step < size or last + step >= MAX_NUMBER:
                 page = await self._list(last + 1, low.end, PAGE)
-                if not page.numbers and page.end is None:
+                if not page.found and page.end is None:
                     break
             else:
                 page = await self.list(after=last + step)
-                if not page.numbers and page.end is None:
+                if not page.found and page.end is None:
                     high = last + step
                     continue
-            low = page if page.numbers else Span(low.first, low.numbers, page.end)
-        return Span(low.first, low.numbers)
+            low = page if page.found else Span(low.first, low.found, page.end)
+        return Span(low.first, low.found)
 
     async def _list(self, first: int, start: str, limit: int) -> Span:
         """Returns the numbers of the paths after a given one."""
-        found = await self.bucket.list(self.prefix, after=start, limit=limit)
-        numbers = [n for path in found if (n := self._parse(path)) is not None]
+        listed = await self.bucket.list_versions(self.prefix, after=start, limit=limit)
+        numbers = ((self._parse(path), version) for path, version in listed.items())
+        found = {number: version for number, version in numbers if number is not None}
         # A storage that does not list in pages returns more than the limit: all.
-        return Span(first, numbers, found[-1] if len(found) == limit else None)
+        return Span(first, found, [*listed][-1] if len(listed) == limit else None)
 
     def _parse(self, path: str) -> int | None:
         name = path.removeprefix(self.prefix)

@@ -99,6 +99,11 @@ class RunPaths:
         return f"data/{self.name.namespace}/{self.name.run}/"
 
     @property
+    def recent(self) -> str:
+        """Path of the hint at the newest checkpoint."""
+        return f"{self.root}recent{_SUFFIX}"
+
+    @property
     def checkpoints(self) -> str:
         """Prefix of the slots, in ascending order of steps, and of nothing else."""
         return f"{self.root}checkpoints/"

@@ -404,11 +404,11 @@ class Commits:
         committed = self._committed_record(seen.slot, record, made, number)
         await reach(Failpoint.COMMIT_BEFORE_RECORD)
         try:
-            await self._write_slot(name, record, committed, seen.generation)
+            written = await self._write_slot(name, record, committed, seen.generation)
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
         self._uploads.forget_open(name)
-        self._catalog.note_committed(name.run, record.step)
+        self._catalog.note_commit(name.run, committed, written)
         # A watcher reads the slot when it is notified, so never before this write.
         self._journal.notify_landed(name.run.namespace)
         publish(_event(name, committed, span))
@@ -612,8 +612,9 @@ class Commits:
         record: pb.UploadRecord,
         committed: pb.CheckpointRecord,
         generation: WriteCondition,
-    ) -> None:
-        """Writes the slot, on the condition that the upload still owns it.
+    ) -> Generation:
+        """Writes the slot, on the condition that the upload still owns it; returns its
+        generation.
 
         Raises:
             PreconditionError: The slot changed otherwise, or each time.
@@ -621,8 +622,9 @@ class Commits:
         place = RunPaths(name.run).checkpoint(record.step)
         for _ in range(_WRITES):
             with suppress(PreconditionError):
-                await write_record(self._bucket, place, committed, condition=generation)
-                return
+                return await write_record(
+                    self._bucket, place, committed, condition=generation
+                )
             # The same reservation may have been written again, by whatever copies
             # files: only its owner and its state count.
             found = await self._catalog.slot(name.run, record.step)

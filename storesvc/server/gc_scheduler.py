@@ -7,7 +7,9 @@ its own intervals.
 
 In addition, the retention policy of a run is applied soon after a commit in this
 process or a change of the policy, at the latest when the process ends, so that "the
-latest 3" does not exceed three for long.
+latest 3" does not exceed three for long. Before that, the hint of the newest checkpoint
+is written, from which a new process begins its lists: no save waits for it, and at most
+every two seconds a process writes one of a run.
 """
 
 import asyncio
@@ -245,6 +247,8 @@ async def _apply_retention(store: Store, *, is_collected: bool) -> None:
             with _log_errors(f"retention after a commit to {run}"):
                 store.recent_commits.remove(run)
                 await store.format.check()
+                with _log_errors(f"the hint of the newest checkpoint of {run}"):
+                    await store.catalog.write_hint(run)
                 deleted = await store.collector.retain(run)
                 if deleted and not is_collected:
                     await _warn_uncollected(store, run, deleted)

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from storesvc.catalog import catalog, numbered
 from storesvc.catalog.catalog import Catalog
@@ -15,6 +17,8 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import LATEST, CheckpointName, RunName
 from storesvc.format.seal import seal
+from storesvc.storage.bucket import Generation
+from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.paged_bucket import PagedBucket
 
@@ -23,16 +27,21 @@ PLACES = RunPaths(RUN)
 UPLOAD = "0123456789abcdef" * 2
 COMMITTED = pb.CheckpointRecord.STATE_COMMITTED
 DELETED = pb.CheckpointRecord.STATE_DELETED
+UPLOADING = pb.CheckpointRecord.STATE_UPLOADING
+FREE = pb.CheckpointRecord.STATE_FREE
+State: TypeAlias = "pb.CheckpointRecord.State.ValueType"
 STRIDE = 250
 
 
+def make_slot(step: int, state: State = COMMITTED) -> pb.CheckpointRecord:
+    return pb.CheckpointRecord(state=state, step=step, upload=UPLOAD, epoch=1)
+
+
 async def put(
-    bucket: PagedBucket,
-    steps: Iterable[int],
-    state: "pb.CheckpointRecord.State.ValueType" = COMMITTED,
+    bucket: PagedBucket, steps: Iterable[int], state: State = COMMITTED
 ) -> None:
     for step in steps:
-        record = pb.CheckpointRecord(state=state, step=step, upload=UPLOAD, epoch=1)
+        record = make_slot(step, state)
         place = PLACES.checkpoint(step)
         await bucket.write(place, seal(record, place=place))
 
@@ -208,3 +217,200 @@ def test_the_end_of_a_list_is_complete(numbers: set[int], after: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numbered, "PAGE", 4)
         asyncio.run(main())
+
+
+async def commit(bucket: PagedBucket, process: Catalog, step: int) -> None:
+    """Commits a step as a process that then writes the hint, as after each commit."""
+    record = make_slot(step)
+    place = PLACES.checkpoint(step)
+    process.note_commit(
+        RUN, record, await bucket.write(place, seal(record, place=place))
+    )
+    await process.write_hint(RUN)
+
+
+@pytest.mark.parametrize(
+    "count", [3, 2500, pytest.param(10_000, marks=pytest.mark.slow)]
+)
+async def test_a_new_process_finds_the_latest_step_by_two_requests(count: int) -> None:
+    bucket = await long_run(count)
+    await commit(bucket, Catalog(bucket), count * STRIDE)
+    bucket.clear()
+
+    found = await Catalog(bucket).checkpoint(CheckpointName(RUN, LATEST))
+
+    assert make_slot(count * STRIDE) == found
+    assert (1, 1, 1) == (bucket.reads, bucket.lists, bucket.names)
+
+
+async def test_a_process_reads_no_record_that_it_has_seen() -> None:
+    bucket = await long_run(40)
+    reader = Catalog(bucket)
+    await newest(reader)
+    bucket.clear()
+
+    first = await reader.checkpoint(CheckpointName(RUN, LATEST))
+    first.labels["changed"] = "by a caller"
+
+    assert (0, 1) == (bucket.reads, bucket.lists)
+    assert not (await reader.checkpoint(CheckpointName(RUN, LATEST))).labels
+
+
+@pytest.mark.parametrize("later", [1, 64, 3000])
+async def test_a_stale_hint_costs_one_read_more(later: int) -> None:
+    bucket = await long_run(1500)
+    await commit(bucket, Catalog(bucket), 1500 * STRIDE)
+    await put(bucket, (n * STRIDE for n in range(1501, 1501 + later)))
+    bucket.clear()
+
+    assert (1500 + later) * STRIDE == await newest(Catalog(bucket))
+    assert 2 == bucket.reads
+    assert bucket.lists == 1 or later > 1000
+
+
+async def test_a_changed_checkpoint_is_read_again() -> None:
+    bucket = await long_run(1500)
+    await commit(bucket, Catalog(bucket), 1500 * STRIDE)
+    await put(bucket, [1500 * STRIDE], DELETED)
+    assert 1499 * STRIDE == await newest(Catalog(bucket))
+
+    changed = make_slot(1500 * STRIDE)
+    changed.labels["a"] = "b"
+    place = PLACES.checkpoint(1500 * STRIDE)
+    await bucket.write(place, seal(changed, place=place))
+    found = await Catalog(bucket).checkpoint(CheckpointName(RUN, LATEST))
+    assert changed == found
+
+
+async def test_a_hint_of_a_step_that_is_gone_hides_nothing() -> None:
+    bucket = await long_run(1500)
+    await commit(bucket, Catalog(bucket), 9000 * STRIDE)
+    await bucket.delete(PLACES.checkpoint(9000 * STRIDE))
+    bucket.clear()
+
+    assert 1499 * STRIDE == await newest(Catalog(bucket))
+    assert bucket.lists <= 9
+
+
+@pytest.mark.parametrize("data", [b"", b"damaged", b"\0" * 99])
+async def test_a_damaged_hint_is_as_none(
+    data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = await long_run(1500)
+    process = Catalog(bucket)
+    await commit(bucket, process, 1500 * STRIDE)
+    await bucket.write(PLACES.recent, data)
+
+    assert 1500 * STRIDE == await newest(Catalog(bucket))
+    assert PLACES.recent in caplog.text
+    await commit(bucket, process, 1501 * STRIDE)
+    caplog.clear()
+    assert 1501 * STRIDE == await newest(Catalog(bucket))
+    assert not caplog.text
+
+
+async def test_an_earlier_step_does_not_replace_the_hint() -> None:
+    bucket = await long_run(1500)
+    process = Catalog(bucket)
+    await commit(bucket, process, 1600 * STRIDE)
+    await commit(bucket, process, 1550 * STRIDE)
+    bucket.clear()
+
+    assert 1600 * STRIDE == await newest(Catalog(bucket))
+    assert (1, 1) == (bucket.reads, bucket.lists)
+
+
+async def test_a_new_process_lists_3000_steps_by_four_lists() -> None:
+    bucket = await long_run(2998)
+    writer = Catalog(bucket)
+    await newest(writer)
+    await commit(bucket, writer, 2998 * STRIDE)
+    bucket.clear()
+
+    assert [*range(2998 * STRIDE, -1, -STRIDE)] == await list_all(
+        Catalog(bucket), [100, 990, 990, 990]
+    )
+    assert bucket.lists <= 4
+    assert bucket.reads <= 3000 + 10
+
+
+async def test_no_hint_is_written_where_one_list_has_all_names() -> None:
+    bucket = await TensorStoreBucket.open("memory://")
+    process = Catalog(bucket)
+    process.note_commit(RUN, make_slot(1), Generation(b"any"))
+
+    await process.write_hint(RUN)
+
+    assert [] == await bucket.list("")
+
+
+writers = st.sampled_from([0, 1])
+steps = st.integers(0, 40) | st.integers(0, 2**63 - 1)
+states = st.sampled_from([COMMITTED, DELETED, UPLOADING, FREE])
+
+
+class HintedRun(RuleBasedStateMachine):
+    """Two processes commit; people and collections change slots; hints come late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bucket = asyncio.run(long_run(0))
+        self.writers = [Catalog(self.bucket) for _ in range(2)]
+        self.slots: dict[int, pb.CheckpointRecord] = {}
+        self.count = 0
+
+    @rule(writer=writers, step=steps)
+    def save(self, writer: int, step: int) -> None:
+        """A process commits a step that is absent or free."""
+        if step not in self.slots or self.slots[step].state == FREE:
+            written = self._write(step, COMMITTED)
+            self.writers[writer].note_commit(RUN, self.slots[step], written)
+
+    @rule(step=steps, state=states)
+    def change(self, step: int, state: State) -> None:
+        """A slot is reserved, changed, deleted or freed."""
+        if state == UPLOADING or step in self.slots:
+            self._write(step, state)
+
+    @rule(step=steps)
+    def remove(self, step: int) -> None:
+        """A collection deletes a slot, or an old copy of the bucket has none."""
+        self.slots.pop(step, None)
+        asyncio.run(self.bucket.delete(PLACES.checkpoint(step)))
+
+    @rule(writer=writers)
+    def write_hint(self, writer: int) -> None:
+        """A process writes what it knows, however long ago that was."""
+        asyncio.run(self.writers[writer].write_hint(RUN))
+
+    @rule(writer=writers)
+    def restart(self, writer: int) -> None:
+        """A process ends, perhaps before it has written the hint."""
+        self.writers[writer] = Catalog(self.bucket)
+
+    @rule(writer=writers)
+    def look(self, writer: int) -> None:
+        """A process that knows the run reads the newest checkpoint."""
+        self._check(self.writers[writer], 1)
+
+    @rule(size=st.integers(1, 9))
+    def look_anew(self, size: int) -> None:
+        """A new process reads the newest checkpoints."""
+        self._check(Catalog(self.bucket), size)
+
+    def _write(self, step: int, state: State) -> Generation:
+        self.count += 1
+        record = self.slots[step] = make_slot(step, state)
+        record.labels["write"] = str(self.count)
+        place = PLACES.checkpoint(step)
+        return asyncio.run(self.bucket.write(place, seal(record, place=place)))
+
+    def _check(self, reader: Catalog, size: int) -> None:
+        newest = sorted(self.slots, reverse=True)
+        expected = [self.slots[s] for s in newest if self.slots[s].state == COMMITTED]
+        read = reader.checkpoints(RUN, before=None, limit=size)
+        assert expected[:size] == asyncio.run(read)
+
+
+class TestHintedRun(HintedRun.TestCase):  # type: ignore[misc]  # hypothesis has Any
+    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

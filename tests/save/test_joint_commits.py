@@ -34,6 +34,7 @@ _KINDS = {
     r"uploads/\w+/": "parts",
     r"uploads/\w+\.binpb": "upload",
     r"checkpoints/": "slot",
+    r"recent\.binpb": "hint",
     r"staging/": "staging table",
     r"pool/": "data file",
     r"manifests/": "manifest",

@@ -46,9 +46,8 @@ OF_A_SAVE = {
     # Once more after the empty slot, which a collection may have emptied after it had
     # raised the epoch floor in the run.
     "read run": 2,
-    # The base.
+    # The base: the list shows that its slot is as this server has written it.
     "list slots": 1,
-    "read slot of the base": 1,
     # Begin: the record before the leaf table and the slot.
     "write upload": 1,
     "write leaf table": 1,
@@ -108,6 +107,7 @@ _PLACES = {
     rf"data/.*/checkpoints/0*{STEP}\.binpb": "slot",
     r"data/.*/checkpoints/\d+\.binpb": "slot of the base",
     r"data/.*/checkpoints/": "slots",
+    r"data/.*/recent\.binpb": "hint",
     r"data/.*/uploads/\w+\.binpb": "upload",
     r"data/.*/uploads/\w+/tree-\w+\.binpb": "leaf table",
     r"data/.*/uploads/\w+/writers/\d+\.binpb": "receipt",

@@ -18,6 +18,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
+from storesvc.format.layout import RunPaths
+from storesvc.format.names import RunName
 from storesvc.storage import hedging, requests
 from storesvc.storage.hedging import Limits
 from storesvc.storage.object_bucket import TensorStoreBucket
@@ -406,3 +408,57 @@ def test_a_save_does_not_wait_for_the_deletion_of_its_staging(
         run.save(1, tree).result(timeout=requests.ANSWER_SECONDS / 2)
         assert_equal(tree, run.restore(1, like=tree))
         assert left_of_uploads(root)
+
+
+@pytest.mark.emulated
+def test_a_new_process_finds_the_latest_checkpoint_by_two_requests(
+    root: str, gcs: FakeGcs
+) -> None:
+    def look() -> tuple[int, int]:
+        """Returns the newest step, and the requests that show it."""
+        with store.connect(root) as client:
+            run, before = client.run("tests/hints"), len(gcs.log)
+            step = run.latest().step
+            return step, len(gcs.log) - before
+
+    with store.connect(root) as client:
+        run = client.run("tests/hints")
+        for step in range(1, 6):
+            run.save(step, {"x": np.full(9, step)}).result()
+    bucket = asyncio.run(TensorStoreBucket.open(root))
+    hint = RunPaths(RunName("tests", "hints")).recent
+    assert [hint] == asyncio.run(bucket.list(hint))
+    assert (5, 2) == look()
+
+    # A label changes the slot; a deletion and a collection free it; it is saved again.
+    with store.connect(root) as client:
+        run = client.run("tests/hints")
+        run.update(5, labels={"a": "b"})
+        assert (5, 3) == look()
+        run.delete(5, purge_delay=timedelta())
+        list(client.collect("tests/hints", grace=timedelta()))
+        assert [hint] == asyncio.run(bucket.list(hint))
+        step, _ = look()
+        assert 4 == step
+        run.save(5, {"x": np.full(9, 50)}).result()
+        assert 5 == look()[0]
+    assert (5, 2) == look()
+    asyncio.run(bucket.delete(hint))
+    assert (5, 3) == look()
+
+
+@pytest.mark.emulated
+def test_a_hint_that_cannot_be_written_is_logged_and_fails_nothing(
+    root: str, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
+) -> None:
+    gcs.fault("POST .*recent", Status(403), times=ALWAYS)
+    with store.connect(root) as client:
+        run = client.run("tests/hints")
+        run.retention.set(store.KeepLatest(1))
+        for step in (1, 2):
+            run.save(step, {"x": np.full(9, step)}).result()
+    gcs.clear()
+
+    assert "the hint of the newest checkpoint of tests/hints ended early" in caplog.text
+    with store.connect(root) as client:
+        assert [2] == list(client.run("tests/hints").steps())

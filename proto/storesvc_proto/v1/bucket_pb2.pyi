@@ -9,6 +9,7 @@ The objects in the bucket of a store. The layout, below the root:
     runs/<namespace>/<run>.binpb                      Sealed(RunRecord)
     journal/<namespace>/<number, 20 digits>.binpb     Sealed(Announcement)
     data/<namespace>/<run>/
+        recent.binpb                                  Sealed(RecentCheckpoint)
         checkpoints/<step, 20 digits>.binpb           Sealed(CheckpointRecord)
         manifests/<upload>-<digest>.binpb             Manifest
         files/<upload>-<digest>.binpb                 FileTable
@@ -55,6 +56,14 @@ step.
 3. AbortUpload changes it to FREE and keeps its epoch, on the same condition.
 4. A FREE slot is deleted only after `RunRecord.epoch_floor` was raised to its epoch.
    The next epoch of an absent slot is one above that floor: epochs never restart.
+
+Where a list takes a request for each thousand names, the process that has committed
+SHOULD write `recent.binpb`, some seconds later and without a condition: a hint, from
+which a process that knows nothing of the run begins its lists. It may be older than
+the newest slot, name a slot that is gone, or be missing. So readers MUST list the
+slots from its step on, and below it if there is none, and MUST use its record only if
+the list shows the slot with its generation. It has no upload in its path, so no
+collector deletes it, and earlier releases do not read it.
 
 Readers MUST treat a slot that is neither COMMITTED nor, where they ask for those,
 DELETED as absent. A conditional write that reports a conflict MUST be followed by a
@@ -614,6 +623,35 @@ class FileTable(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "file", b"file"]) -> None: ...
 
 Global___FileTable: typing_extensions.TypeAlias = FileTable
+
+@typing.final
+class RecentCheckpoint(google.protobuf.message.Message):
+    """A hint: a checkpoint of a run that was the newest when it was written."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    STRIDE_FIELD_NUMBER: builtins.int
+    generation: builtins.bytes
+    """Generation of the slot's object, as the service writes it in conditions; opaque."""
+    stride: builtins.int
+    """Mean distance of two steps of the run; 0: unknown."""
+    @property
+    def slot(self) -> Global___CheckpointRecord:
+        """Its slot."""
+
+    def __init__(
+        self,
+        *,
+        slot: Global___CheckpointRecord | None = ...,
+        generation: builtins.bytes = ...,
+        stride: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["slot", b"slot"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "slot", b"slot", "stride", b"stride"]) -> None: ...
+
+Global___RecentCheckpoint: typing_extensions.TypeAlias = RecentCheckpoint
 
 @typing.final
 class CheckpointRecord(google.protobuf.message.Message):

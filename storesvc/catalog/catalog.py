@@ -32,6 +32,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -41,7 +42,13 @@ from typing import Final, ParamSpec, TypeVar
 from cachetools import LRUCache
 
 from storesvc.auth.call import may_list
-from storesvc.catalog.numbered import MAX_NUMBER, PAGE, NumberedObjects, Span
+from storesvc.catalog.numbered import (
+    MAX_NUMBER,
+    PAGE,
+    NumberedObjects,
+    Span,
+    list_ids,
+)
 from storesvc.catalog.records import (
     corrupted_in_transit,
     damage_error,
@@ -101,6 +108,23 @@ async def rows(
         found += [(name, one) for name, one in seen if one is not None]
         count = max(limit - len(found), AT_ONCE)
     return found[:limit]
+
+
+async def rows_in_pages(
+    look: Callable[[S], Awaitable[T | None]],
+    pages: AsyncGenerator[list[S], None],
+    *,
+    limit: int,
+) -> list[tuple[S, T | CorruptDataError]]:
+    """Returns rows as ``rows``, of names that are listed page by page, as far as
+    needed."""
+    found: list[tuple[S, T | CorruptDataError]] = []
+    async with aclosing(pages):
+        async for names in pages:
+            found += await rows(look, names, limit=limit - len(found))
+            if len(found) == limit:
+                break
+    return found
 
 
 async def or_damage(
@@ -560,16 +584,18 @@ class Catalog:
         If the record of a run or of its newest checkpoint is damaged, its row is that
         error.
         """
-        names = await self.run_names(namespace)
-        names = [
-            name for name in names if (after is None or name > after) and may_list(name)
-        ]
 
         async def look(name: RunName) -> RunSummary | None:
-            summary = await self._summary(name)
+            summary = await self._summary(name) if may_list(name) else None
             return summary if summary and _is_listed(summary) else None
 
-        return await rows(look, names, limit=limit)
+        if namespace is None:
+            names = await self.run_names(None)
+            names = [name for name in names if after is None or name > after]
+            return await rows(look, names, limit=limit)
+        prefix, last = f"{layout.RUNS}{namespace}/", after.run if after else ""
+        pages = list_ids(self._bucket, prefix, layout.parse_run_record, after=last)
+        return await rows_in_pages(look, pages, limit=limit)
 
     async def run_names(self, namespace: str | None) -> list[RunName]:
         """Returns the names of all runs of a namespace, or of all namespaces for None.

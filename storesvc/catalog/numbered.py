@@ -1,24 +1,32 @@
-"""Lists objects that are named by numbers: the slots of a run, a namespace's journal.
+"""Lists objects that are named by numbers, as the slots of a run and the journal of a
+namespace, or by ids, as the runs of a namespace and the tags of a run.
 
 A bucket lists names in ascending order, a page per request, and the newest object is
 the last one. So no list begins at the first name if a number near the end is known, and
 where none is, the last page is searched: the distance to the next probe doubles until a
-probe finds nothing, and is then halved. That takes some 2 log2(pages) requests.
+probe finds nothing, and is then halved. That takes some 2 log2(pages) requests. Objects
+that are named by ids are listed from the last one of the page before on.
 
 >>> slots = NumberedObjects(bucket, places.checkpoints, places.checkpoint)
 >>> (await slots.list_end(after=120_000)).numbers
 [120500, 121000]
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Final
+from itertools import compress
+from typing import Final, TypeVar
 
 from storesvc.format.layout import parse_number
 from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.requests import gather_each
+
+T = TypeVar("T")
 
 PAGE: Final = 1000
 """Names in one response of a bucket."""
+
+_SUFFIX: Final = ".binpb"
 
 MAX_NUMBER: Final = 10**20 - 1
 """The highest number of 20 digits."""
@@ -116,3 +124,39 @@ class NumberedObjects:
     def _parse(self, path: str) -> int | None:
         name = path.removeprefix(self.prefix)
         return None if "/" in name else parse_number(name)
+
+
+async def list_ids(
+    bucket: Bucket, prefix: str, parse: Callable[[str], T | None], *, after: str
+) -> AsyncGenerator[list[T], None]:
+    """Yields the parsed paths of the objects ``<prefix><id>.binpb`` in pages, ascending
+    by id.
+
+    Args:
+        bucket: The bucket.
+        prefix: The common beginning of the paths.
+        parse: Parses a path; returns None for a foreign object.
+        after: Yields only those with an id after this one.
+    """
+
+    def get_id(path: str) -> str:
+        return path[len(prefix) : -len(_SUFFIX)]
+
+    start = f"{prefix}{after}" if after else ""
+    while True:
+        listed = await bucket.list(prefix, after=start, limit=PAGE)
+        paths, is_last = [path for path in listed if parse(path)], len(listed) != PAGE
+        if not is_last:
+            # A bucket orders paths, in which "a-b.binpb" comes before "a.binpb": ids
+            # with which the highest one begins may follow on a later page.
+            start, highest = listed[-1], max(map(get_id, paths), default="")
+            shorter = (highest[:length] for length in range(1, len(highest)))
+            places = [f"{prefix}{id_}{_SUFFIX}" for id_ in shorter]
+            places = [path for path in places if path > start and parse(path)]
+            paths += compress(places, await gather_each(bucket.read, places))
+        paths = sorted((path for path in paths if get_id(path) > after), key=get_id)
+        if paths:
+            yield [found for path in paths if (found := parse(path)) is not None]
+            after = get_id(paths[-1])
+        if is_last:
+            return

@@ -19,8 +19,9 @@ from typing import TypeVar
 from storesvc.auth import call as access
 from storesvc.auth.policy import Permission
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalog, rows
+from storesvc.catalog.catalog import Catalog, rows_in_pages
 from storesvc.catalog.journal import Journal
+from storesvc.catalog.numbered import list_ids
 from storesvc.catalog.records import (
     record_etag,
     seal_record,
@@ -119,14 +120,19 @@ class Tags:
     ) -> list[tuple[TagName, pb.TagRecord | CorruptDataError]]:
         """Returns the tags of a run by name, with the error for each damaged record."""
         await self._catalog.check_run(run)
-        tags = await self._catalog.tag_names(run)
-        names = [TagName(run, tag) for tag in tags if tag > after]
 
         async def look(name: TagName) -> pb.TagRecord | None:
             found = await self._catalog.tag_slot(name)
             return found[0] if found and found[0].upload else None
 
-        return await rows(look, names, limit=limit)
+        places = RunPaths(run)
+
+        def parse(path: str) -> TagName | None:
+            tag = places.parse_tag(path)
+            return TagName(run, tag) if tag else None
+
+        pages = list_ids(self._bucket, places.tags, parse, after=after)
+        return await rows_in_pages(look, pages, limit=limit)
 
     async def _update(self, name: TagName, attempt: Callable[[], Awaitable[T]]) -> T:
         return await update_record(

@@ -1,7 +1,9 @@
 """The newest checkpoints of a long run: found by few requests, and never others."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import TypeAlias
 
 import pytest
@@ -11,15 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from storesvc.catalog import catalog, numbered
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.numbered import NumberedObjects
+from storesvc.catalog.numbered import NumberedObjects, list_ids
 from storesvc.errors import CheckpointNotFoundError
 from storesvc.format import layout
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import LATEST, CheckpointName, RunName
 from storesvc.format.seal import seal
 from storesvc.storage.bucket import Generation
+from storesvc.storage.kvstore import OpenedStorage
 from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.support.examples import examples
 from tests.support.paged_bucket import PagedBucket
 
 RUN = RunName("long", "run")
@@ -412,5 +417,70 @@ class HintedRun(RuleBasedStateMachine):
         assert expected[:size] == asyncio.run(read)
 
 
-class TestHintedRun(HintedRun.TestCase):  # type: ignore[misc]  # hypothesis has Any
-    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHintedRun = HintedRun.TestCase
+TestHintedRun.settings = settings(
+    max_examples=examples(60), stateful_step_count=30, deadline=None, print_blob=True
+)
+
+
+ids = st.from_regex(r"[ab]((?:[ab_-]|\.(?=[ab])){0,4}[ab])?", fullmatch=True)
+
+
+@given(st.sets(ids, max_size=30), st.sets(ids), ids | st.just(""), st.integers(1, 9))
+def test_pages_of_ids_are_in_order_and_complete(
+    there: set[str], foreign: set[str], after: str, size: int
+) -> None:
+    async def main() -> None:
+        bucket = await PagedBucket.open("memory://")
+        for run in there:
+            await bucket.write(layout.run_record(RunName("n", run)), b"")
+        for name in foreign:
+            await bucket.write(f"{layout.RUNS}n/{name}", b"")
+        pages = list_ids(
+            bucket, f"{layout.RUNS}n/", layout.parse_run_record, after=after
+        )
+
+        found = [page async for page in pages]
+
+        expected = sorted(run for run in there if run > after)
+        assert [RunName("n", run) for run in expected] == [*chain(*found)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numbered, "PAGE", size)
+        asyncio.run(main())
+
+
+class PrefixBucket(PagedBucket):
+    """Counts the lists by prefix."""
+
+    def __init__(self, opened: OpenedStorage) -> None:
+        super().__init__(opened)
+        self.listed = Counter[str]()
+
+    async def list(
+        self, prefix: str, *, after: str = "", limit: int | None = None
+    ) -> list[str]:
+        self.listed[prefix] += 1
+        return await super().list(prefix, after=after, limit=limit)
+
+
+async def test_a_page_of_runs_or_tags_does_not_list_those_before() -> None:
+    bucket = await PrefixBucket.open("memory://")
+    names = [RunName("n", f"run-{number:04d}") for number in range(2500)]
+    tags, tagged = RunPaths(names[0]), pb.TagRecord(step=1, upload=UPLOAD)
+    for name in names:
+        run = pb.RunRecord(uid=UPLOAD, labels={"a": "run that was set up"})
+        place, tag = layout.run_record(name), tags.tag(name.run)
+        await bucket.write(place, seal(run, place=place))
+        await bucket.write(tag, seal(tagged, place=tag))
+    opened = await Store.open(bucket)
+    for last in (0, 99, 2000, 2450):
+        bucket.listed.clear()
+        page = names[last + 1 : last + 101]
+
+        runs = await opened.catalog.runs("n", after=names[last], limit=100)
+        found = await opened.tags.list(names[0], after=names[last].run, limit=100)
+
+        assert page == [name for name, _ in runs]
+        assert page == [RunName("n", tag.tag) for tag, _ in found]
+        assert (1, 1) == (bucket.listed[f"{layout.RUNS}n/"], bucket.listed[tags.tags])

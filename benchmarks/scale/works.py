@@ -136,7 +136,7 @@ def wait_for_one(sizes: Sequence[int]) -> Rows:
 
 
 def use_many_steps(sizes: Sequence[int]) -> Rows:
-    """N steps of a run: calls of a new process; a collection after a save."""
+    """N steps of a run: calls, each of a new process; a collection after a save."""
     for steps in sizes:
         with emulated_bucket() as gcs:
             made = MultipliedStore(gcs, f"gs://{BUCKET}/steps")
@@ -144,19 +144,19 @@ def use_many_steps(sizes: Sequence[int]) -> Rows:
             cost: Cost = {}
             with store.connect(made.root) as collecting:
                 _save_one(collecting.run(str(RUN)), steps)
+                time.sleep(RETENTION_SECONDS)
                 list(collecting.collect())
-                with store.connect(made.root) as client:
-                    run = client.run(str(RUN))
-                    calls: dict[str, Callable[[], Any]] = {
-                        "latest": run.latest,
-                        "save": partial(_save_one, run, steps + 1),
-                        "ls": partial(_exhaust, run.checkpoints),
-                        "ls, 10": partial(_exhaust, run.checkpoints, 10),
-                        "collection": partial(_exhaust, collecting.collect),
-                    }
-                    for name, call in calls.items():
-                        found = count(gcs, call)
-                        cost |= {f"{name}: {figure}": v for figure, v in found.items()}
+                calls: dict[str, Callable[[store.Run], Any]] = {
+                    "latest": store.Run.latest,
+                    "ls": lambda run: _exhaust(run.checkpoints),
+                    "ls, 10": lambda run: _exhaust(run.checkpoints, 10),
+                    "save": partial(_save_one, step=steps + 1),
+                    "collection": lambda _: _exhaust(collecting.collect),
+                }
+                for name, call in calls.items():
+                    with store.connect(made.root) as client:
+                        found = count(gcs, partial(call, client.run(str(RUN))))
+                    cost |= {f"{name}: {figure}": v for figure, v in found.items()}
             yield steps, cost
 
 

@@ -22,10 +22,7 @@ WHOLE = (
     "1,000 hosts, 1 TB: dollars a month of collections",
 )
 """Bars that small sizes do not show."""
-OPEN = (
-    "latest: requests, largest N",
-    "retention after a commit: requests of 4 processes, largest N",
-)
+OPEN = ("retention after a commit: requests of 4 processes, largest N",)
 """Bars that are missed."""
 
 

@@ -27,7 +27,7 @@ overlap.
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -139,6 +139,10 @@ MAX_TABLE_BYTES: Final = 4 << 20
 
 MAX_FILES: Final = 64
 """Maximum batches that are written to files, over all streams of a process."""
+
+PARTS_AHEAD: Final = 2
+"""Maximum parts of a stream that arrive while others are written: one thread writes all
+frames that have arrived, because to wake it costs a fifth as much as to write one."""
 
 TICK_SECONDS: Final = 1.0
 """Interval at which a stream checks the age of its batch while no frame arrives."""
@@ -314,10 +318,14 @@ class Receiver:
         now = asyncio.get_running_loop().time()
         return _BatchFile(file, new, Batch(upload.tree, now=now), permit, watch)
 
-    async def add(self, batch_file: "_BatchFile", frame: Frame, *, now: float) -> None:
-        """Checks and writes a frame, in a thread."""
+    async def add(
+        self, batch_file: "_BatchFile", frames: Sequence[Frame], *, now: float
+    ) -> list[Frame]:
+        """Checks and writes frames until the batch is full, in a thread; returns the
+        rest."""
         async with self._adds:
-            await self._bucket.fill(batch_file.new, partial(batch_file.add, frame, now))
+            add = partial(batch_file.add, frames, now)
+            return await self._bucket.fill(batch_file.new, add)
 
     def drop(self, batch_file: "_BatchFile") -> None:
         """Releases the permit of a batch, and deletes its file unless it was stored.
@@ -352,13 +360,20 @@ class _BatchFile:
     permit: Permit
     watch: Stopwatch
 
-    def add(self, frame: Frame, now: float) -> None:
-        """Checks a frame, and writes it while it is still in the processor's cache."""
-        with self.watch.phase("sums"):
-            self.batch.add_frame(frame, now=now)
-        with self.watch.phase("storage"):
-            self.new.append(frame.data)
-        self.watch.size_bytes += len(frame.data)
+    def add(self, frames: Sequence[Frame], now: float) -> list[Frame]:
+        """Checks each frame, and writes it while it is still in the processor's cache,
+        until the batch is full; returns the rest."""
+        left = list(reversed(frames))
+        while left and not self.batch.is_due(now):
+            frame, rest = self.batch.split(left.pop(), now=now)
+            if rest is not None:
+                left.append(rest)
+            with self.watch.phase("sums"):
+                self.batch.add_frame(frame, now=now)
+            with self.watch.phase("storage"):
+                self.new.append(frame.data)
+            self.watch.size_bytes += len(frame.data)
+        return left[::-1]
 
 
 class _Stream:
@@ -378,7 +393,12 @@ class _Stream:
         self._writer = writer
         self._peer = peer
         self._loop = asyncio.get_running_loop()
-        self._adding: asyncio.Future[None] | None = None
+        self._coming: deque[Frame | tree_pb2.ChunkTable] = deque()
+        """Parts that have arrived and are not taken yet, ``PARTS_AHEAD`` at most."""
+        self._arrived = self._loop.create_future()
+        """Done if a part has arrived since the stream began to wait for one."""
+        self._has_room = asyncio.Event()
+        self._adding: asyncio.Future[list[Frame]] | None = None
         self._cut: asyncio.Future[StoreError] = self._loop.create_future()
         """Error that ends the stream, because other streams need its permit."""
         self._batch_file: _BatchFile | None = None
@@ -393,7 +413,7 @@ class _Stream:
         storing: Callable[[], None],
     ) -> AsyncGenerator[int]:
         """Stores the parts; see ``Receiver.write``."""
-        coming = asyncio.ensure_future(anext(parts, None))
+        reading = asyncio.ensure_future(self._read(parts))
         # A stream is a sign of life. At once, so that the first acknowledgement, which
         # renews the lease before it is sent, does not wait for this.
         renewing = asyncio.ensure_future(self._receiver.uploads.renew(self._upload))
@@ -401,7 +421,7 @@ class _Stream:
         durable = 0
         try:
             while True:
-                await self._wait(coming)
+                await self._wait(reading)
                 if self._writing:
                     storing()
                 # Acknowledge in the order of arrival: the client discards as many of
@@ -412,13 +432,11 @@ class _Stream:
                     await self._receiver.uploads.renew(self._upload)
                     with self._awaiting_client():
                         yield durable
-                if coming.done() and not self._is_full:
-                    part = coming.result()
-                    if part is None:
-                        break
-                    # Receive the next part while this one is written.
-                    coming = asyncio.ensure_future(anext(parts, None))
-                    await self._take(part)
+                if self._coming and not self._is_full:
+                    await self._take()
+                elif reading.done() and not self._coming:
+                    reading.result()
+                    break
                 if self._batch_file is not None:
                     # Store the open batch if it is full or old enough.
                     self._batch_file.batch.check_progress(self._loop.time())
@@ -434,11 +452,22 @@ class _Stream:
             # Before any await, which a cancelled call may not get past: the permit
             # would be lost to all streams of the process.
             self._drop()
-            coming.cancel()
-            coming.add_done_callback(retrieve_error)
+            reading.cancel()
+            reading.add_done_callback(retrieve_error)
             # Wait for writes that still run: they end by themselves, and must not
             # outlive a failed call. gather would cancel them.
-            await asyncio.wait({coming, renewing, *self._writing})
+            await asyncio.wait({reading, renewing, *self._writing})
+
+    async def _read(self, parts: AsyncIterator[Frame | tree_pb2.ChunkTable]) -> None:
+        """Receives parts while others are written."""
+        async for part in parts:
+            self._coming.append(part)
+            del part  # it would stay in memory until the next one arrives
+            if not self._arrived.done():
+                self._arrived.set_result(None)
+            if len(self._coming) >= PARTS_AHEAD:
+                self._has_room.clear()
+                await self._has_room.wait()
 
     @property
     def _is_full(self) -> bool:
@@ -456,18 +485,20 @@ class _Stream:
         self._weights.popleft()
         return self._writing.popleft()
 
-    async def _wait(self, coming: asyncio.Future[Any]) -> None:
-        """Waits until the next part has arrived or the oldest write has ended; while
-        there is a batch or a write, for ``TICK_SECONDS`` at most."""
-        waits: set[asyncio.Future[Any]] = {self._cut, *islice(self._writing, 1)}
-        if not self._is_full:
-            waits.add(coming)
-        with nullcontext() if self._is_full else self._awaiting_client():
-            await asyncio.wait(
-                waits,
-                timeout=TICK_SECONDS if self._batch_file or self._writing else None,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+    async def _wait(self, reading: asyncio.Future[None]) -> None:
+        """Waits until a part has arrived or the oldest write has ended; while there is
+        a batch or a write, for ``TICK_SECONDS`` at most."""
+        if not self._coming or self._is_full:
+            waits: set[asyncio.Future[Any]] = {self._cut, *islice(self._writing, 1)}
+            if not self._is_full:
+                self._arrived = self._loop.create_future()
+                waits |= {self._arrived, reading}
+            with nullcontext() if self._is_full else self._awaiting_client():
+                await asyncio.wait(
+                    waits,
+                    timeout=TICK_SECONDS if self._batch_file or self._writing else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
         if self._cut.done():
             raise self._cut.result()
 
@@ -477,13 +508,17 @@ class _Stream:
             return nullcontext()
         return self._batch_file.permit.awaiting_client()
 
-    async def _take(self, part: Frame | tree_pb2.ChunkTable) -> None:
-        """Starts to store a table, or writes a frame to the open batch."""
-        if isinstance(part, tree_pb2.ChunkTable):
+    async def _take(self) -> None:
+        """Starts to store a table, or writes the frames that have arrived to the open
+        batch."""
+        first = self._coming[0]
+        if isinstance(first, tree_pb2.ChunkTable):
+            self._coming.popleft()
+            self._has_room.set()
             self._end()
             least = MAX_BATCHES / self._receiver.max_tables
-            weight = max(least, part.ByteSize() / MAX_TABLE_BYTES)
-            self._add(asyncio.create_task(self._adopt(part)), weight)
+            weight = max(least, first.ByteSize() / MAX_TABLE_BYTES)
+            self._add(asyncio.create_task(self._adopt(first)), weight)
             return
         if self._batch_file is None:
             permit = await self._receiver.admission.acquire(
@@ -494,19 +529,21 @@ class _Stream:
             self._batch_file = await self._receiver.begin(
                 self._upload, permit, watch=self._watch
             )
+        frames = []
+        while self._coming and isinstance(first := self._coming[0], Frame):
+            frames.append(first)
+            self._coming.popleft()
+        del first
+        self._has_room.set()
         batch_file, now = self._batch_file, self._loop.time()
-        first, rest = batch_file.batch.split(part, now=now)
         self._adding = asyncio.ensure_future(
-            self._receiver.add(batch_file, first, now=now)
+            self._receiver.add(batch_file, frames, now=now)
         )
         self._adding.add_done_callback(retrieve_error)
         # The thread goes on if this call is cancelled.
-        await asyncio.shield(self._adding)
-        batch_file.permit.count(len(first.data))
-        if rest is not None and not self._cut.done():
-            if self._batch_file is batch_file and batch_file.batch.is_whole:
-                self._start(batch_file)
-            await self._take(rest)
+        left = await asyncio.shield(self._adding)
+        batch_file.permit.count(sum(len(f.data) for f in frames))
+        self._coming.extendleft(reversed(left))
 
     async def _adopt(self, table: tree_pb2.ChunkTable) -> int:
         with self._watch.phase("storage"):

@@ -7,8 +7,10 @@ Prints resident memory at rest and at its peak, and the bound that the code stat
 - the read buffer;
 - with an (emulated) bucket, the batches on their way into it, each three times: its
   frames, the joined frames, and TensorStore's copy;
-- for each stream, the message that is being written or sent and the next one, each
-  twice: the server's buffer and gRPC's.
+- for each stream of a save, the messages that are being written and those that have
+  arrived, and for each stream the next one, twice: the server's buffer and gRPC's;
+- for each stream of a restore, the message that is being sent and the next one, each
+  twice.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from pathlib import Path
 from storesvc.format import wire
 from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save import batches
-from storesvc.save.receiver import MAX_BATCHES
+from storesvc.save.receiver import MAX_BATCHES, PARTS_AHEAD
 from storesvc_client._restore import sources
 from storesvc_client._save import chunk_streams
 from tests.fake_gcs import FakeGcs
@@ -112,7 +114,8 @@ def main() -> None:
             now, peak = (resident(server.pid, f) for f in ("VmRSS", "VmHWM"))
             rate = clients * gib / seconds
             print(f"{what:10} {seconds:8.2f} {rate:7.2f} {now:8} {peak:9}")
-    save = 4 * chunk_streams.STREAMS * batches.FRAME_BYTES // MIB
+    messages = 2 * PARTS_AHEAD + 2
+    save = messages * chunk_streams.STREAMS * batches.FRAME_BYTES // MIB
     restore = 4 * sources.STREAMS * wire.FRAME_BYTES // MIB
     kept = 3 * MAX_BATCHES * batches.BATCH_BYTES if arguments.bucket else 0
     bound = READ_BUFFER_BYTES + kept

@@ -375,8 +375,10 @@ class Batch:
                 f"{self._tree.describe_chunk(chunk)}: expected the rest of "
                 f"{self._tree.describe_chunk(self._open.chunk)} first"
             )
-        length = int(self._tree.lengths[chunk])
-        current = self._open or _OpenChunk(chunk, now, self.file_bytes, length)
+        current = self._open or _OpenChunk(
+            chunk, now, self.file_bytes, self._tree.lengths[chunk]
+        )
+        length = current.length
         if offset != current.held or not 0 < len(data) <= length - offset:
             raise InvalidChunkError(
                 f"{self._tree.describe_chunk(chunk)}: expected bytes "

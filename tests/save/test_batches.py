@@ -1,5 +1,6 @@
 """A batch stays as small as it may be, wherever the frames of a client end."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from storesvc.errors import InvalidChunkError
 from storesvc.format.names import RunName
 from storesvc.format.wire import Frame
 from storesvc.save import batches
+from storesvc.save.receiver import PARTS_AHEAD
 from storesvc.save.uploads import OpenUpload
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.store import Store
@@ -87,3 +89,32 @@ async def test_a_frame_that_breaks_off_a_chunk_is_rejected_in_a_full_batch(
     with pytest.raises(InvalidChunkError, match="expected the rest of"):
         async for _ in store.receiver.write(upload, 0, frames()):
             pass
+
+
+async def test_a_stream_that_waits_for_its_turn_holds_few_frames() -> None:
+    store, upload = await opened("memory://")
+    admission = store.receiver.admission
+    held = [
+        await admission.acquire(peer="other", namespace="other", recall=lambda: None)
+        for _ in range(admission.free)
+    ]
+    arrived = 0
+
+    async def frames() -> AsyncIterator[Frame]:
+        nonlocal arrived
+        for chunk in range(CHUNKS):
+            arrived += 1
+            yield received(
+                api.ChunkFrame(
+                    chunk=[chunk], offset=[0], length=[LENGTH], data=stored(chunk)
+                )
+            )
+
+    durable = store.receiver.write(upload, 0, frames())
+    first = asyncio.ensure_future(anext(durable))
+    await asyncio.sleep(0.1)
+
+    assert (1, PARTS_AHEAD) == (admission.waiting, arrived)
+    for permit in held:
+        admission.release(permit)
+    assert CHUNKS == [await first, *[count async for count in durable]][-1]

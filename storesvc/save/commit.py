@@ -29,8 +29,8 @@ staging table and a receipt are for calls that another process continues.
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Final
 
@@ -57,7 +57,7 @@ from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
 from storesvc.save.batches import check_small_chunks
-from storesvc.save.receipts import Receipt, Receipts, longest
+from storesvc.save.receipts import FEW_WRITERS, Receipts, longest
 from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
 from storesvc.save.rules import make_key_space
@@ -166,32 +166,6 @@ class WriterEnd:
     """Rejects the bytes of some chunks of an upload with so many bytes in all."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Received:
-    """An upload and its receipts, from which its commit is decided."""
-
-    upload: OpenUpload
-    receipts: dict[int, Receipt]
-    """By finished writer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Early:
-    """A commit that is being prepared before its receipts were read."""
-
-    receipts: dict[int, Receipt]
-    """The receipts that it assumes, by writer."""
-    made: "asyncio.Task[_Prepared]"
-
-    def assumes(self, receipts: dict[int, Receipt]) -> bool:
-        """Returns whether these are the receipts that it assumes."""
-        return _generations(receipts) == _generations(self.receipts)
-
-
-def _generations(receipts: dict[int, Receipt]) -> dict[int, Generation]:
-    return {writer: receipt.generation for writer, receipt in receipts.items()}
-
-
 class Commits:
     """Commits uploads as checkpoints."""
 
@@ -283,36 +257,28 @@ class Commits:
         self, name: UploadName, record: pb.UploadRecord, end: WriterEnd | None
     ) -> pb.CheckpointRecord:
         span = Span()
-        if end is not None:
-            async with background_task(self._prepare_end(name, record, end)) as made:
-                slot, seen = await self._uploads.slot(name, record)
-                if slot.state != slots.UPLOADING:
-                    return await self._settle_record(name, slot)
-                return await self._commit(name, record, slot, seen, made, span)
         # 1. If an earlier try of this call has committed, and only its reply was lost,
-        #    return its record.
-        kept = self._receipts.kept(name, writer_count=record.writer_count)
-        if record.writer_count > 1 and kept is None:
-            #    So may the process of another writer have: the receipts of many writers
-            #    are read only if none has.
-            slot, seen = await self._uploads.slot(name, record)
+        #    return its record. So may the process of another writer have: the receipts
+        #    of many are read only if none has.
+        looked = None
+        if record.writer_count > FEW_WRITERS:
+            looked = await self._uploads.slot(name, record)
+            if looked[0].state != slots.UPLOADING:
+                return await self._settle_record(name, looked[0])
+        #    Else the objects are prepared at the same time, and used only if the upload
+        #    owns its slot: then it has owned it since it began, because a slot that was
+        #    lost never comes back, so they are of a live upload. Others are named by no
+        #    record, and are collected.
+        preparing = (
+            self._prepare_end(name, record, end)
+            if end is not None
+            else self._prepare(name, record)
+        )
+        async with background_task(preparing) as made:
+            slot, seen = looked or await self._uploads.slot(name, record)
             if slot.state != slots.UPLOADING:
                 return await self._settle_record(name, slot)
-            reading = self._read_received(name, record)
-            making = self._finish_preparation(reading, None)
-            return await self._commit(name, record, slot, seen, making, span)
-        #    The receipts are read at the same time, and used only if the upload owns
-        #    its slot: then it has owned it since it began, because a slot that was lost
-        #    never comes back, so they are the receipts of a live upload.
-        async with (
-            background_task(self._read_received(name, record)) as received,
-            self._early(name, record, kept) as early,
-        ):
-            slot, seen = await self._uploads.slot(name, record)
-            if slot.state != slots.UPLOADING:
-                return await self._settle_record(name, slot)
-            making = self._finish_preparation(received, early)
-            return await self._commit(name, record, slot, seen, making, span)
+            return await self._commit(name, record, slot, seen, made, span)
 
     async def _commit(
         self,
@@ -335,7 +301,6 @@ class Commits:
         # 5. Receipts and staging last: without them the upload could not be committed
         #    again. The record names none of them; after a crash here, garbage
         #    collection deletes them.
-        self._receipts.forget(name, writer_count=record.writer_count)
         await self.discards.delete(name)
         await reach(Failpoint.COMMIT_BEFORE_REPLY)
         return committed
@@ -415,49 +380,6 @@ class Commits:
         self._on_commit(name.run)  # in no process that finds it committed
         return committed
 
-    @asynccontextmanager
-    async def _early(
-        self,
-        name: UploadName,
-        record: pb.UploadRecord,
-        kept: dict[int, Receipt] | None,
-    ) -> AsyncIterator["_Early | None"]:
-        """Begins, on a bucket, where each request takes long, to prepare a commit while
-        its slot and its receipts are read, from the receipts that this process wrote
-        itself: usually nothing has changed.
-
-        What it writes for receipts that were replaced, or for an upload that has ended,
-        is named by no record, and is collected.
-        """
-        if kept is None or self._bucket.has_files or not self._uploads.was_open(name):
-            yield None
-            return
-
-        async def prepare() -> _Prepared:
-            upload = await self._uploads.presume_open(name, record.epoch)
-            return await self._prepare(_Received(upload, kept))
-
-        async with background_task(prepare()) as made:
-            yield _Early(kept, made)
-
-    async def _finish_preparation(
-        self, received: Awaitable[_Received], early: "_Early | None"
-    ) -> _Prepared:
-        """Returns what ``_prepare`` returns for the receipts that were read."""
-        found = await received
-        if early is not None and early.assumes(found.receipts):
-            return await early.made
-        if early is not None:
-            early.made.cancel()
-        return await self._prepare(found)
-
-    async def _read_received(
-        self, name: UploadName, record: pb.UploadRecord
-    ) -> _Received:
-        """Reads the leaf table and the receipts of an upload."""
-        upload = OpenUpload(name, record, await self._uploads.tree(name, record))
-        return _Received(upload, await self._receipts.read(upload))
-
     async def _prepare_end(
         self, name: UploadName, record: pb.UploadRecord, end: WriterEnd
     ) -> _Prepared:
@@ -492,14 +414,15 @@ class Commits:
             publish(ChunksMoved(direction="in", path="direct", size_bytes=new_bytes))
         return replace(made, writers=[end.report] if end.report else [])
 
-    async def _prepare(self, received: _Received) -> _Prepared:
-        """Writes the objects that the record will name.
+    async def _prepare(self, name: UploadName, record: pb.UploadRecord) -> _Prepared:
+        """Reads the receipts, and writes the objects that the record will name.
 
         A repeated call writes new objects. It never overwrites objects of an earlier
         call, because a record may name them.
         """
-        upload, tree = received.upload, received.upload.tree
-        name = upload.name
+        tree = await self._uploads.tree(name, record)
+        upload = OpenUpload(name, record, tree)
+        receipts = await self._receipts.read(upload)
         # 1. Decide, from the receipts alone, whether the upload is complete. In threads
         #    (as below), so that health checks are answered in the meantime. The commit
         #    renews the lease itself, because the client only waits.
@@ -510,7 +433,7 @@ class Commits:
             slots.check_complete,
             name,
             tree,
-            {writer: one.table for writer, one in received.receipts.items()},
+            {writer: one.table for writer, one in receipts.items()},
             writer_count=upload.record.writer_count,
         )
         sums, places = await offload(rows, merge, stored)
@@ -521,7 +444,7 @@ class Commits:
         made = await self._write_objects(
             upload, Manifest(tree, sums, places), uuid.uuid4()
         )
-        reports = (each for one in received.receipts.values() for each in one.report)
+        reports = (each for one in receipts.values() for each in one.report)
         return replace(made, writers=longest(reports))
 
     async def _write_objects(

@@ -21,13 +21,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
-from cachetools import LRUCache
 from google.protobuf.timestamp_pb2 import Timestamp
 from numpy.typing import NDArray
 
@@ -64,23 +61,14 @@ from storesvc.save.staging_tables import (
     unpack_table,
 )
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.bucket import Bucket
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import AT_ONCE, gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import report_pb2
 
-_FEW: Final = 8
+FEW_WRITERS: Final = 8
 """Writers whose receipts are read without a list, which takes as long as they do."""
-
-_KEPT_BYTES: Final = 32 << 20
-"""Memory for the receipts that this process wrote."""
-
-_RECEIPT_BYTES: Final = 2048
-"""Memory of a receipt without chunks."""
-
-_NAME_BYTES: Final = 128
-"""Memory of the name of one data file."""
 
 
 class Receipt(NamedTuple):
@@ -90,16 +78,6 @@ class Receipt(NamedTuple):
     """Its chunks."""
     report: list[report_pb2.WriterReport]
     """Its measurements; empty: it sent none."""
-    generation: Generation
-    """Generation of the receipt."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory that it takes (an estimate)."""
-        sums, places = self.table
-        reports = sum(report.ByteSize() for report in self.report)
-        names = _NAME_BYTES * len(places.files)
-        return _RECEIPT_BYTES + sums.nbytes + places.nbytes + names + reports
 
 
 class Staged(NamedTuple):
@@ -126,9 +104,6 @@ class Receipts:
         tables: OwnTables,
     ) -> None:
         self._bucket = bucket
-        self._kept: LRUCache[tuple[UploadName, int], Receipt] = LRUCache(
-            _KEPT_BYTES, getsizeof=attrgetter("size_bytes")
-        )
         self._tables = tables
         self._uploads = uploads
         self._reuse = reuse
@@ -172,25 +147,16 @@ class Receipts:
         staged: Awaitable[Staged],
         report: report_pb2.WriterReport | None,
     ) -> ChunkLocations:
-        # 1. Claim the chunks.
-        count, places = (
-            upload.tree.chunk_count,
-            await self.locate(upload, writer, sums, await staged),
-        )
-        # 2. Write the receipt only now: it states that all of its chunks are stored,
-        #    and the commit reads the receipts, not the staging tables.
-        receipt = await offload(count, pack_table, sums, places)
+        places = await self.locate(upload, writer, sums, await staged)
+        # Write the receipt only now: it states that all of its chunks are stored, and
+        # the commit reads the receipts, not the staging tables.
+        receipt = await offload(upload.tree.chunk_count, pack_table, sums, places)
         if report is not None:
             receipt.report.CopyFrom(report)
             receipt.report.writer = writer
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)
         place = upload.places.receipt(upload.name.upload, writer)
-        generation = await self._bucket.write(place, seal(receipt, place=place))
-        if not self._bucket.has_files:  # where a commit is prepared early
-            reports = [receipt.report] if report is not None else []
-            kept = Receipt((sums, places), reports, generation)
-            with suppress(ValueError):  # larger than the cache
-                self._kept[upload.name, writer] = kept
+        await self._bucket.write(place, seal(receipt, place=place))
         await self._uploads.renew(upload)
         await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places
@@ -291,20 +257,6 @@ class Receipts:
         receipts = await self._bucket.list(places.receipts(name.upload))
         return frozenset(map(places.parse_writer, receipts))
 
-    def kept(self, name: UploadName, *, writer_count: int) -> dict[int, Receipt] | None:
-        """Returns the receipts of an upload if this process wrote that of each writer;
-        another process may have replaced one since."""
-        found = {
-            writer: self._kept.get((name, writer)) for writer in range(writer_count)
-        }
-        kept = {w: receipt for w, receipt in found.items() if receipt is not None}
-        return kept if len(kept) == writer_count else None
-
-    def forget(self, name: UploadName, *, writer_count: int) -> None:
-        """Forgets the receipts of an upload that is committed."""
-        for writer in range(writer_count):
-            self._kept.pop((name, writer), None)
-
     async def read(self, upload: OpenUpload) -> dict[int, Receipt]:
         """Returns the receipts of an upload, by writer.
 
@@ -319,11 +271,11 @@ class Receipts:
                 return None
             table = unpack_table(place, found[0], upload.tree.chunk_count)
             reports = [found[0].report] if found[0].HasField("report") else []
-            return Receipt(table, reports, found[1])
+            return Receipt(table, reports)
 
         # Of many writers, few may have finished: a list first finds them.
         writers: Sequence[int] = range(upload.record.writer_count)
-        if len(writers) > _FEW:
+        if len(writers) > FEW_WRITERS:
             writers = sorted(await self.finished_writers(upload.name))
         read = zip(writers, await gather_each(receipt, writers), strict=True)
         return {writer: stored for writer, stored in read if stored is not None}

@@ -374,9 +374,9 @@ def test_a_save_waits_for_these_requests() -> None:
         "chunks": 1,
         # 1. Read the slot, and write the receipt.
         "finish": 1,
-        # 1. Read the slot and the receipt, and write all objects that the record names.
-        # 2. Write the announcement, and read the one before it. 3. Write the slot.
-        "commit": 3,
+        # 1. Read the slot and the receipt. 2. Write all objects that the record names.
+        # 3. Write the announcement, and read the one before it. 4. Write the slot.
+        "commit": 4,
         # After the reply: two folders, each with one call of the bucket.
         "discard": 1,
     }
@@ -393,9 +393,10 @@ def test_a_save_that_reuses_all_waits_for_these_requests() -> None:
         # 1. Read the slot, and list the staging tables. 2. Read the slot of the base.
         # 3. Write the receipt.
         "finish": 3,
-        # 1. Read the slots and the receipt. 2. Write all objects that the record names.
-        # 3. Write the announcement, and read the one before it. 4. Write the slot.
-        "commit": 4,
+        # 1. Read the slot and the receipt. 2. Read the slot of the base. 3. Write all
+        # objects that the record names. 4. Write the announcement, and read the one
+        # before it. 5. Write the slot.
+        "commit": 5,
         "discard": 1,
     }
 

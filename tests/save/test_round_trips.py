@@ -29,7 +29,8 @@ from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import background_task
 from storesvc.store import Store
 from tests.save.uploads_in_process import begin, finish, name_of, send
-from tests.support.contract import sums
+from tests.support.collecting_process import end_of
+from tests.support.contract import stored, sums
 
 RUN = RunName("tests", "trips")
 PLACES = RunPaths(RUN)
@@ -124,15 +125,17 @@ async def test_a_commit_reads_its_receipt_beside_the_slot() -> None:
 
 async def test_a_commit_reads_its_slot_beside_the_writes_of_its_objects() -> None:
     async with fresh_store() as (store, bucket):
-        epoch = await finished(store)
-        # the receipt is read, too, and compared with the one that is assumed
+        upload = await begin(store, RUN, 1)
+        file = f"{UPLOAD.upload}/{'a' * 32}"
+        data = b"".join(map(stored, range(3)))
+        await bucket.write_new(PLACES.data_file(file), [data])
         root = PLACES.key_space(UPLOAD.upload, "").rstrip("/")
         bucket.meet_below(root, PLACES.checkpoint(1))
 
-        committed = await store.commits.commit(UPLOAD, epoch)
+        end = end_of(file, (0, 0, 0))
+        committed = await store.commits.commit(UPLOAD, upload.record.epoch, end)
 
         assert slots.COMMITTED == committed.state
-        assert PLACES.receipt(UPLOAD.upload, 0) in bucket.reads
 
 
 async def test_a_receipt_needs_no_read_of_what_this_process_has_just_stored() -> None:
@@ -247,10 +250,11 @@ async def test_an_epoch_floor_that_rises_while_an_upload_begins_is_not_missed() 
 
 async def test_a_commit_that_another_server_has_made_reads_no_receipt() -> None:
     async with fresh_store() as (store, bucket):
-        upload = await begin(store, RUN, 1, writer_count=2)
+        upload = await begin(store, RUN, 1, writer_count=9)
         await send(store, upload, (0, 1, 2))
         await finish(store, upload, sums(0, 1, 2))
-        await finish(store, upload, sums(), writer=1)
+        for writer in range(1, 9):
+            await finish(store, upload, sums(), writer=writer)
         record = await store.commits.commit(UPLOAD, upload.record.epoch)
         other = await Store.open(bucket)
         bucket.reads.clear()

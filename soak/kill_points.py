@@ -6,16 +6,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import storesvc_client as store
 from soak import promises
 from soak.outcomes import Outcome
-from soak.watched import WatchedServer, watched
+from soak.watched import WatchedServer, compiled, watched
 from tests.support.server_process import EndedError
 
 WAIT_SECONDS = 120
+AT_ONCE = 2
+"""Points that are tried at a time: each waits for servers most of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +87,26 @@ WORKS = (
 def kill_points() -> Outcome:
     """Kills a server at every point of its start and of its work."""
     outcome = Outcome()
-    with promises.prepared(0, 1) as root:
+    compiled("syscalls.c")  # once, before there are threads
+    with promises.prepared(0, 1) as root, ThreadPoolExecutor(AT_ONCE) as pool:
         for work in WORKS:
-            for number in count(1):
-                with promises.copied(root) as copy:
-                    lost = kill_at(number, copy, work)
-                if lost is None:
-                    outcome.note += f"{work.name}: {number - 1} calls; "
+            for first in count(1, AT_ONCE):
+                numbers = range(first, first + AT_ONCE)
+                found = list(pool.map(partial(_kill_copy, root, work), numbers))
+                for number, lost in zip(numbers, found, strict=True):
+                    if lost is not None:
+                        outcome.add(f"{work.name} killed before call {number}", lost)
+                if None in found:
+                    outcome.note += (
+                        f"{work.name}: {numbers[found.index(None)] - 1} calls; "
+                    )
                     break
-                outcome.add(f"{work.name} killed before call {number}", lost)
     return outcome
+
+
+def _kill_copy(root: Path, work: Work, number: int) -> list[str] | None:
+    with promises.copied(root) as copy:
+        return kill_at(number, copy, work)
 
 
 def kill_at(number: int, root: Path, work: Work) -> list[str] | None:

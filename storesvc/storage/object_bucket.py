@@ -51,6 +51,7 @@ from storesvc.storage.requests import (
     answer,
     await_future,
     gather_each,
+    retrieve_error,
     run_all,
     send,
     shared_window,
@@ -240,11 +241,16 @@ class GcsBackend(RemoteBackend):
     def __init__(self, opened: OpenedStorage, lists: GcsLists) -> None:
         super().__init__(opened)
         self._lists = lists
+        self._probing: asyncio.Task[None] | None = None
 
     async def _send(self, ask: Callable[[], Awaitable[T]], size_bytes: int = 0) -> T:
-        if self._window.is_rejecting:  # only Google's client shows ``Retry-After``
-            await self._lists.first_names(1)
-        return await super()._send(ask, size_bytes)
+        return await send(self._window, ask, size_bytes=size_bytes, probe=self._probe)
+
+    async def _probe(self) -> None:
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._lists.probe())
+            self._probing.add_done_callback(retrieve_error)
+        await asyncio.shield(self._probing)  # one for all that wait
 
     async def first_names(self, limit: int) -> list[str]:
         return await self._lists.first_names(limit)

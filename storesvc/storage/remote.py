@@ -25,14 +25,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from http import HTTPStatus
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, TypeVar
 
 from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
 from storesvc.storage.bucket import (
@@ -52,6 +52,7 @@ from storesvc.storage.requests import (
     send,
     shared_window,
 )
+from storesvc.storage.throttle import Outcome
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -61,14 +62,11 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import S3Store
 
-DELETE_TIMEOUT_SECONDS: Final = 10.0
-"""Timeout of one attempt."""
+DELETE_TIMEOUT_SECONDS: Final = 4.0
+"""Timeout of one attempt: `send` makes several."""
 
 AT_ONCE: Final = 32
-"""Maximum concurrent deletions, each of which blocks a thread."""
-
-PAUSES: Final = (0.1, 0.4, 1.6)
-"""Backoff in seconds before each retry of a transient error."""
+"""Maximum concurrent calls, each of which blocks a thread."""
 
 _SEARCH: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=5)}
 _CLIENT: Final = {"connect_timeout": "2s", "timeout": "5s"}
@@ -82,15 +80,7 @@ S3, or the 8 bytes of Google's number, the lowest first."""
 _SHOWN_FIELDS: Final = ("Code", "Message")
 _MAX_ERROR_BYTES: Final = 1 << 16
 
-_TRANSIENT: Final = {
-    HTTPStatus.REQUEST_TIMEOUT,
-    HTTPStatus.CONFLICT,  # another change of the object is in progress
-    HTTPStatus.TOO_MANY_REQUESTS,
-    HTTPStatus.INTERNAL_SERVER_ERROR,
-    HTTPStatus.BAD_GATEWAY,
-    HTTPStatus.SERVICE_UNAVAILABLE,
-    HTTPStatus.GATEWAY_TIMEOUT,
-}
+T = TypeVar("T")
 
 
 class S3Deletes:
@@ -143,14 +133,13 @@ class S3Deletes:
                 deletion.
             StorageUnavailableError: The storage failed, or does not answer.
         """
-        asked = self._delete(path, generation)
-        if not await answer(self._storage, asked):
+        ask = partial(run_in_daemon_thread, self._try, path, generation)
+        if not await answer(self._storage, self._send(ask)):
             raise PreconditionError(path)
 
     async def sizes(self, prefix: str) -> dict[str, int]:
         """Returns the bytes of objects in a folder by path; raises as ``versions``."""
-        asked = run_in_daemon_thread(self._list, prefix, "", None)
-        found = await answer(self._storage, asked)
+        found = await self._list_all(prefix)
         return {path: one["size"] for path, one in found.items()}
 
     async def versions(
@@ -166,12 +155,17 @@ class S3Deletes:
         Raises:
             StorageUnavailableError: The storage failed, or does not answer.
         """
-        asked = run_in_daemon_thread(self._list, prefix, after, limit)
-        found = await answer(self._storage, asked)
+        found = await self._list_all(prefix, after, limit)
         return {
             path: Generation(_KIND + (one["e_tag"] or "").encode())
             for path, one in found.items()
         }
+
+    async def _list_all(
+        self, prefix: str, after: str = "", limit: int | None = None
+    ) -> dict[str, "ObjectMeta"]:
+        ask = partial(run_in_daemon_thread, self._list, prefix, after, limit)
+        return await answer(self._storage, self._send(ask))
 
     def _list(
         self, prefix: str, after: str, limit: int | None
@@ -193,20 +187,9 @@ class S3Deletes:
                 self._storage, prefix, str(e).partition("\n")[0]
             ) from e
 
-    async def _delete(self, path: str, generation: Generation) -> bool:
+    async def _send(self, ask: Callable[[], Awaitable[T]]) -> T:
         async with self._slots:
-            return await run_in_daemon_thread(self._retry_delete, path, generation)
-
-    def _retry_delete(self, path: str, generation: Generation) -> bool:
-        for pause in PAUSES:
-            try:
-                return self._try(path, generation)
-            except _TransientError:
-                time.sleep(pause)
-        try:
-            return self._try(path, generation)
-        except _TransientError as e:
-            raise failure_error(self._storage, path, str(e)) from e
+            return await send(shared_window(self._storage), ask)
 
     def _try(self, path: str, generation: Generation) -> bool:
         try:
@@ -225,7 +208,8 @@ class S3Deletes:
                 return False
             raise self._error(path, e) from e
         except (OSError, http.client.HTTPException) as e:
-            raise _TransientError(str(e)) from e
+            broken = OSError(f"HTTP error: {e}")
+            raise failure_error(self._storage, path, str(e)) from broken
 
     def _sign_url(self, path: str) -> str:
         """The signed URL that deletes an object."""
@@ -240,8 +224,6 @@ class S3Deletes:
 
     def _error(self, path: str, cause: urllib.error.HTTPError) -> Exception:
         reason = _reason_s3(cause)
-        if cause.code in _TRANSIENT:
-            return _TransientError(reason)
         if cause.code == HTTPStatus.UNAUTHORIZED or is_unauthenticated(reason):
             return unauthenticated_error(self._storage, path, reason)
         if cause.code == HTTPStatus.FORBIDDEN:
@@ -261,10 +243,6 @@ def _reason_s3(cause: urllib.error.HTTPError) -> str:
 
 class _UnsignedError(Exception):
     """There are no credentials to sign with."""
-
-
-class _TransientError(Exception):
-    """An attempt failed in a way that a retry may not."""
 
 
 CREDENTIALS_FILE: Final = "GOOGLE_APPLICATION_CREDENTIALS"
@@ -353,6 +331,13 @@ class GcsLists:
         with translate_errors(self._storage, ""):
             return [*await self._page(self._pages("", "", limit, "size"), "")]
 
+    async def probe(self) -> None:
+        """Asks whether the bucket answers, after a rejection. The window waits as long
+        as the response asks for: the other clients do not show ``Retry-After``."""
+        with translate_errors(self._storage, ""):
+            pages = self._pages("", "", 1, "size")
+            await self._page(pages, "", answered=Outcome.PROBED)
+
     async def check_bucket(self) -> None:
         """Rejects a bucket that does not exist: reads from it would find nothing."""
         from google.api_core.exceptions import NotFound
@@ -364,10 +349,13 @@ class GcsLists:
                 raise
             raise no_bucket(self._storage) from e
 
-    async def _page(self, pages: "_Pages", prefix: str) -> dict[str, int]:
+    async def _page(
+        self, pages: "_Pages", prefix: str, *, answered: Outcome = Outcome.ANSWERED
+    ) -> dict[str, int]:
         """The names of the next page, with their field; empty after the last one."""
         ask = partial(run_in_daemon_thread, self._next, pages, prefix)
-        return await answer(self._storage, send(shared_window(self._storage), ask))
+        page = send(shared_window(self._storage), ask, answered=answered)
+        return await answer(self._storage, page)
 
     def _pages(
         self, prefix: str, after: str, at_most: int | None, field: _Field

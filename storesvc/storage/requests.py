@@ -215,10 +215,23 @@ def shared_window(storage: Storage) -> Window:
 
 
 async def send(
-    window: Window, ask: Callable[[], Awaitable[T]], *, size_bytes: int = 0
+    window: Window,
+    ask: Callable[[], Awaitable[T]],
+    *,
+    size_bytes: int = 0,
+    answered: Outcome = Outcome.ANSWERED,
+    probe: Callable[[], Awaitable[None]] | None = None,
 ) -> T:
     """Sends a request when the window of its bucket admits it, and again after
     transient errors.
+
+    Args:
+        window: The window.
+        ask: Sends the request once.
+        size_bytes: Size of the request or of the response.
+        answered: Outcome of a request that is answered.
+        probe: Returns once the bucket has answered a probe; called before each attempt
+            while it rejects requests.
 
     Raises:
         RuntimeError: The storage rejects all requests.
@@ -227,20 +240,22 @@ async def send(
     clock = asyncio.get_running_loop().time
     until, pause = clock() + SEND_SECONDS, FIRST_PAUSE_SECONDS
     while True:
+        if probe is not None and window.is_rejecting:
+            await probe()
         while wait := window.admit(now=(began := clock())):
             if window.is_rejecting and began + wait > until:
                 raise RuntimeError("it rejects requests because of load")
             await asyncio.sleep(add_jitter(wait))
         outcome, asked = Outcome.DROPPED, 0.0
         try:
-            answered = await ask()
+            found = await ask()
         except Exception as e:
             outcome, asked = classify(e), _retry_after_seconds(e)
             if not outcome.is_transient or clock() >= until:
                 raise
         else:
-            outcome = Outcome.ANSWERED
-            return answered
+            outcome = answered
+            return found
         finally:
             window.release(
                 outcome,
@@ -256,10 +271,12 @@ async def send(
 
 def _retry_after_seconds(error: BaseException) -> float:
     """The pause that a response asks for; 0 without a ``Retry-After``, or where the
-    client does not show headers: only Google's own does."""
-    cause = getattr(error.__cause__, "cause", None)  # of a RetryError
-    response = getattr(cause, "response", None)
-    text = "" if response is None else response.headers.get("retry-after", "")
+    client does not show headers, as TensorStore and obstore."""
+    cause = error.__cause__
+    # Google's client has a RetryError around the error with the response.
+    response = getattr(getattr(cause, "cause", None), "response", cause)
+    headers = getattr(response, "headers", None) or {}
+    text = headers.get("retry-after", "")
     return float(text) if text.isdecimal() else 0.0
 
 

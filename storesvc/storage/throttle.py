@@ -8,7 +8,8 @@ that are answered.
 After a rejection one request is sent after each pause, until one is answered. The pause
 doubles with each rejection in a row, or is as long as the storage asks for
 (``Retry-After``). So a process sends less than a request a second
-to a storage that rejects everything, however much it has to transfer.
+to a storage that rejects everything, however much it has to transfer. A probe that is
+answered lets the next request pass, and ends nothing: its kind may still be rejected.
 
 This module decides only: times are seconds of any monotonic clock. Thread-safe.
 
@@ -74,6 +75,8 @@ class Outcome(Enum):
     """The request failed in another way that may pass."""
     DROPPED = 4
     """The caller no longer waits for the response."""
+    PROBED = 5
+    """The storage answered a probe: another kind of request may still be rejected."""
 
     @property
     def is_transient(self) -> bool:
@@ -82,11 +85,12 @@ class Outcome(Enum):
 
 
 _OVERLOADED: Final = re.compile(
-    r"(http_response_code='|status code: |^|: )(429|5\d\d)\b|RESOURCE_EXHAUSTED"
+    r"(http_response_code='|status code: |HTTP Error |^|: )(429|5\d\d)\b"
+    r"|RESOURCE_EXHAUSTED"
 )
 _BROKEN: Final = re.compile(
     r"^(ABORTED: All|UNAVAILABLE|DEADLINE_EXCEEDED|Timeout of )|HTTP error"
-    r"|status code: (408|409)"
+    r"|(status code:|HTTP Error) (408|409)"
 )
 _ONE_OBJECT: Final = "object mutation"
 """Part of Google's message about too many changes of one object."""
@@ -173,6 +177,8 @@ class Window:
                 self._in_flight.remove(began)
             if outcome is Outcome.OVERLOADED:
                 self._reject(began, now, retry_after_seconds)
+            elif outcome is Outcome.PROBED:
+                self._open_at = now
             elif outcome is Outcome.ANSWERED:
                 if self._rejected and began >= self._cut_at:
                     self._rejected, self._open_at = 0, now

@@ -335,7 +335,12 @@ def test_a_hedged_call_is_freed_at_once_though_both_its_requests_are_answered() 
     began = time.monotonic() - 3  # slow enough to be hedged, not to be late
     schedule = Hedging(hedging.READS).begin(0, now=began)
     answers: Responses = queue.SimpleQueue()
-    call = HedgedCall(send, schedule, Window(8), log_nothing, answers, nullcontext)
+    window = Window(8)
+
+    def admit(now: float) -> float:
+        return window.admit(now=now)
+
+    call = HedgedCall(send, schedule, window, admit, log_nothing, answers, nullcontext)
     call.step()
     for request in requests:
         request.set_result(b"read")

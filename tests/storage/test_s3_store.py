@@ -7,6 +7,7 @@ Google Cloud Storage.
 import asyncio
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -182,6 +183,20 @@ async def test_a_deletion_outlasts_transient_errors(
     s3.fault("DELETE ", action)
     await bucket.delete("a", generation=generation)
     assert await bucket.read("a") is None
+
+
+async def test_a_deletion_waits_as_long_as_the_storage_asks(
+    bucket: TensorStoreBucket, s3: FakeS3
+) -> None:
+    generation = await bucket.write("a", b"1")
+    s3.clear()
+    s3.fault("DELETE ", Status(503, retry_after_seconds=3))
+    began = time.monotonic()
+
+    await bucket.delete("a", generation=generation)
+
+    assert time.monotonic() - began >= 3
+    assert [503, 204] == [one.status for one in s3.log if one.method == "DELETE"]
 
 
 @pytest.mark.slow

@@ -4,14 +4,20 @@ requests, and their saves end after it."""
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc.errors import StorageUnavailableError
 from storesvc.storage import hedging
+from storesvc.storage.bucket import Generation
+from storesvc.storage.location import storage_at
 from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc_client._storage.bucket import BucketRoot
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Status
 from tests.support.gcs_calls import BUCKET, GcsCalls
@@ -116,6 +122,66 @@ async def test_a_storage_that_says_when_to_retry_is_asked_then(gcs: FakeGcs) -> 
 
     assert time.monotonic() - began >= 3
     assert 2 == sum("/o?" in each.target for each in gcs.log)
+
+
+CALLS: Mapping[str, Callable[[TensorStoreBucket, Generation], Awaitable[Any]]] = {
+    "GET": lambda bucket, _: bucket.read("a"),
+    "POST": lambda bucket, held: bucket.write("a", b"2", condition=held),
+    "DELETE": lambda bucket, held: bucket.delete("a", generation=held),
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+async def test_a_request_is_sent_again_when_a_probe_shows_that_the_storage_wants_it(
+    method: str, gcs: FakeGcs
+) -> None:
+    """TensorStore does not show ``Retry-After``."""
+    bucket = await TensorStoreBucket.open(gcs_root())
+    held = await bucket.write("a", b"1")
+    gcs.clear()
+    gcs.fault(".", Status(503, retry_after_seconds=3), times=2)
+    began = time.monotonic()
+
+    await CALLS[method](bucket, held)
+
+    assert time.monotonic() - began >= 3
+    sent = [(one.method, one.status) for one in gcs.log][:4]
+    probes = [("GET", 503), ("GET", 200)]
+    done = (method, 204 if method == "DELETE" else 200)
+    assert [(method, 503), *probes, done] == sent
+
+
+def test_a_data_file_is_sent_again_when_a_probe_shows_that_the_storage_wants_it(
+    gcs: FakeGcs,
+) -> None:
+    root = BucketRoot.open(storage_at(gcs_root()))
+    gcs.clear()
+    gcs.fault("PUT|/o[?]", Status(503, retry_after_seconds=3), times=2)
+    began = time.monotonic()
+
+    root.write("a", [b"1"], what="a", check=lambda: None)
+
+    assert time.monotonic() - began >= 3
+    sent = [
+        (one.method, one.status) for one in gcs.log if "noAcl&pretty" not in one.target
+    ]
+    assert [("PUT", 503), ("GET", 503), ("GET", 200), ("PUT", 200)] == sent
+
+
+async def test_a_bucket_that_lists_and_rejects_writes_gets_few_of_both(
+    gcs: FakeGcs,
+) -> None:
+    bucket = await TensorStoreBucket.open(gcs_root())
+    gcs.clear()
+    gcs.fault("POST /upload", Status(429), times=ALWAYS)
+
+    for _ in range(2):
+        with pytest.raises(StorageUnavailableError):
+            await bucket.write("a", b"1")
+
+    sent = len(gcs.log)
+    gcs.clear()
+    assert sent <= 20
 
 
 async def test_a_list_is_complete_though_each_page_fails_once(gcs: FakeGcs) -> None:

@@ -4,6 +4,7 @@ storage that rejects everything gets few."""
 import pytest
 
 from storesvc.storage.throttle import (
+    FIRST_PAUSE_SECONDS,
     FULL_SECONDS,
     MAX_PAUSE_SECONDS,
     MAX_RETRY_AFTER_SECONDS,
@@ -170,3 +171,14 @@ def test_slow_responses_of_a_storage_that_is_always_slow_are_usual() -> None:
 def test_an_error_says_how_a_request_ended(text: str, outcome: Outcome) -> None:
     assert outcome is classify(ValueError(text))
     assert Outcome.ANSWERED is classify(None)
+
+
+def test_a_probe_that_is_answered_lets_one_request_pass_and_ends_no_rejection() -> None:
+    window = Window(8)
+    reject(window, now=0, retry_after_seconds=30)
+
+    assert 30 == window.admit(now=0)
+    assert 0.0 == window.admit(now=30)
+    window.release(Outcome.PROBED, began=30, now=31)
+    assert [0.0, FIRST_PAUSE_SECONDS] == [window.admit(now=31) for _ in range(2)]
+    assert window.is_rejecting

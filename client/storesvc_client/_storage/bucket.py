@@ -8,6 +8,7 @@ repeated because no other process writes an object of the same name.
 import logging
 import math
 import queue
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,7 @@ from typing import (
     assert_never,
 )
 
+from storesvc.errors import StorageUnavailableError
 from storesvc.errors import StoreError as StorageError
 from storesvc.format.checksums import Buffer
 from storesvc.storage import hedging
@@ -35,7 +37,7 @@ from storesvc.storage.hedging import (
     Step,
 )
 from storesvc.storage.location import Storage
-from storesvc.storage.remote import endpoint_in_environment, make_bucket
+from storesvc.storage.remote import GcsLists, endpoint_in_environment, make_bucket
 from storesvc.storage.requests import add_jitter, shared_window
 from storesvc.storage.throttle import (
     FIRST_PAUSE_SECONDS,
@@ -45,7 +47,7 @@ from storesvc.storage.throttle import (
     Window,
     classify,
 )
-from storesvc_client._storage.objects import OwnStore
+from storesvc_client._storage.objects import ObjectCall, OwnStore, start_request
 from storesvc_client.errors import InvalidRequestError, StoreError, error_class
 
 if TYPE_CHECKING:
@@ -72,6 +74,11 @@ class BucketRoot:
         self._reads = Hedging(hedging.READS)
         self._writes = Hedging(hedging.WRITES)
         self._window = shared_window(storage)
+        # A lent credential permits no lists.
+        self._may_probe = storage.is_gcs and isinstance(store, OwnStore)
+        self._probing: ObjectCall | None = None
+        self._lists: GcsLists | None = None
+        self._lock = threading.Lock()
         self._log_throttle = LogThrottle()
 
     @classmethod
@@ -180,10 +187,32 @@ class BucketRoot:
             send,
             hedge,
             self._window,
+            self._admit,
             partial(self._log_late, what),
             answers,
             partial(_translate_errors, self.storage, path),
         )
+
+    def _admit(self, now: float) -> float:
+        """Admits a request as the window does; after a rejection, once a probe of the
+        bucket is answered, which waits as long as a ``Retry-After`` asks for."""
+        with self._lock:
+            if self._may_probe and self._window.is_rejecting:
+                probing = self._probing
+                if probing is None:
+                    self._probing = start_request(self._probe())
+                if probing is None or not probing.is_done:
+                    return FIRST_PAUSE_SECONDS
+                self._probing = None
+                if (error := probing.exception()) is not None:
+                    self._may_probe = isinstance(error, StorageUnavailableError)
+                    return FIRST_PAUSE_SECONDS
+        return self._window.admit(now=now)
+
+    async def _probe(self) -> None:
+        if self._lists is None:
+            self._lists = await GcsLists.for_storage(self.storage)
+        await self._lists.probe()
 
     def _log_late(self, what: str, seconds: float, now: float) -> None:
         if self._log_throttle.admits("late", now=now):
@@ -202,6 +231,7 @@ class HedgedCall(Generic[T]):
         send: "Callable[[], ts.Future[T]]",
         hedge: CallSchedule,
         window: Window,
+        admit: Callable[[float], float],
         log_late: Callable[[float, float], None],
         answers: "Responses",
         translating: Callable[[], AbstractContextManager[None]],
@@ -210,6 +240,7 @@ class HedgedCall(Generic[T]):
         self._send = send
         self._hedge = hedge
         self._window = window
+        self._admit = admit
         self._log_late = log_late
         self._answers: Responses | None = answers
         """None once the call has ended: a response that was not taken stays in the
@@ -302,7 +333,7 @@ class HedgedCall(Generic[T]):
 
     def _begin(self) -> None:
         now = time.monotonic()
-        if wait := self._window.admit(now=now):
+        if wait := self._admit(now):
             if not self._in_flight:  # a hedge is not worth the wait
                 self._hedge.postpone(add_jitter(wait), now=now)
             return

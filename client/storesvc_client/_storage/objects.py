@@ -235,6 +235,11 @@ class ObjectCall:
         for callback in callbacks:
             callback(self)
 
+    @property
+    def is_done(self) -> bool:
+        """True if the request has ended."""
+        return self._future.done()
+
     def exception(self) -> BaseException | None:
         """Returns the error of a request that has ended."""
         return self._future.exception()

@@ -113,7 +113,8 @@ def classify(error: BaseException | None) -> Outcome:
     of Google's client, or ours with one of these as its cause."""
     if error is None:
         return Outcome.ANSWERED
-    text = str(error.__cause__ or error)
+    # The other lines of obstore's have times, which may look like a status.
+    text = str(error.__cause__ or error).partition("\n")[0]
     if _OVERLOADED.search(text) and _ONE_OBJECT not in text:
         return Outcome.OVERLOADED
     is_broken = _BROKEN.search(text) or ended_early(text)

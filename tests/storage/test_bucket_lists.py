@@ -31,8 +31,9 @@ def run(gcs: FakeGcs) -> Iterator[store.Run]:
 
 
 @pytest.fixture
-def far(gcs: FakeGcs) -> Iterator[FakeGcs]:
+def far(gcs: FakeGcs, run: store.Run) -> Iterator[FakeGcs]:
     """The storage, with a delay of each record."""
+    run.latest()  # after a rejection in another test, one request is probed
     gcs.clear()
     gcs.fault("GET .*/checkpoints/.*alt=media", Delay(0.2), times=ALWAYS)
     yield gcs

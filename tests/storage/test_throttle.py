@@ -166,6 +166,10 @@ def test_slow_responses_of_a_storage_that_is_always_slow_are_usual() -> None:
         ),
         ("PERMISSION_DENIED: [http_response_code='403']", Outcome.ANSWERED),
         ("non-2xx status code: 412 Precondition Failed", Outcome.ANSWERED),
+        (
+            "non-2xx status code: 404\n\nDebug source: elapsed: 512.3µs",
+            Outcome.ANSWERED,
+        ),
     ],
 )
 def test_an_error_says_how_a_request_ended(text: str, outcome: Outcome) -> None:

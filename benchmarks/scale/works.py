@@ -52,7 +52,7 @@ OUTAGE_SECONDS: Final = 60
 SHORT_OUTAGE_SECONDS: Final = 20
 """Length of an outage of fewer processes than 8."""
 _WINDOWS: Final = [f"?concurrency={32 + n}" for n in range(1024)]
-"""Ceilings of windows: those of one process with another ceiling are others."""
+"""Ceilings of windows: in one process, each ceiling has a window of its own."""
 PASS_INTERVAL: Final = timedelta(seconds=1)
 PASSES: Final = 4  # of a server; the last one counts
 
@@ -63,8 +63,7 @@ class ProcessThreads:
     def __init__(
         self, stack: ExitStack, root: str, processes: int, *, is_one: bool = True
     ) -> None:
-        """Creates them; unless `is_one`, each with a window of its own, which those of
-        one process share."""
+        """Creates them, with one window of requests if `is_one`, else one for each."""
         thread_job.GATHER_SECONDS = GATHER_SECONDS
         vars(saver)["_joint_save"] = self._find_joint_save
         self._joined = threading.local()

@@ -12,6 +12,7 @@ transferred to the host first, some leaves ahead.
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, assert_never
@@ -432,6 +433,13 @@ class TreeSource:
         """Leaf table of the tree."""
         return self._plan.tree
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Returns a context that permits transfers, as the thread may be the caller's.
+
+        It is entered once a thread: to enter it takes longer than to copy a small leaf.
+        """
+        return jax.transfer_guard("allow")
+
     def copy(self, ordinal: int, into: Bytes) -> None:
         """Copies the elements of a chunk, padded with zeros past the shape."""
         row, within = self.tree.locate(ordinal)
@@ -506,18 +514,16 @@ class TreeSource:
         """Returns the blocks of a leaf on the host; each thread caches its last
         leaf."""
         if getattr(self._cache, "row", None) != row:
-            # The thread may be the caller's, in its contexts.
-            with jax.transfer_guard("allow"):
-                with self._lock:
-                    shards = (
-                        self._transfer_blocks(row)
-                        if self._plan.is_remote
-                        else self._shards(row)
-                    )
-                self._cache.blocks = [
-                    np.asarray(shard, self._plan.leaves[row].dtype, order="C")
-                    for shard in shards
-                ]
+            with self._lock:
+                shards = (
+                    self._transfer_blocks(row)
+                    if self._plan.is_remote
+                    else self._shards(row)
+                )
+            self._cache.blocks = [
+                np.asarray(shard, self._plan.leaves[row].dtype, order="C")
+                for shard in shards
+            ]
             self._cache.row = row
             self._cache.is_own = all(
                 isinstance(shard, jax.Array) or np.may_share_memory(shard, block)

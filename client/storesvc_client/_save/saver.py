@@ -482,9 +482,10 @@ class RunSaver:
         staging = self._session.staging
         if is_lent:  # a small pool for what must be copied even so
             staging = StagingPool(min(staging.budget_bytes, STREAMS * STREAM_BYTES))
-        slab_queue = SlabQueue(staging, is_open=is_lent)
         with meter.phase("snapshot"):
             copies = copy_on_devices(values, mode)
+        is_awaited = not is_lent and copies is None  # by the caller
+        slab_queue = SlabQueue(staging, is_open=not is_awaited)
         source = TreeSource(whole, values if copies is None else copies)
         if is_small(self._connection, writer, whole):
             small = SmallUpload(self._session, writer, whole, slab_queue, meter, source)

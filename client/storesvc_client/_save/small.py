@@ -67,7 +67,8 @@ class SmallUpload(Upload):
         source, self._source = self._source, None
         assert source is not None
         try:
-            self._data = b"".join(self._fill(source))
+            with source.reading():
+                self._data = b"".join(self._fill(source))
         except BaseException as e:
             self._slab_queue.fail(e)
             raise

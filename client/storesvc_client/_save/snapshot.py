@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain, islice
 from types import TracebackType
@@ -109,8 +110,18 @@ class SlabQueue:
     def _starve(self) -> None:
         with self.changed:
             self._starved += 1
+        self.open()
+
+    def open(self) -> None:
+        """Lets writers start."""
+        with self.changed:
             self._is_open = True
             self.changed.notify_all()
+
+    def await_open(self) -> None:
+        """Waits until writers may start."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._is_open)
 
     def give_back(self, filled: FilledSlab) -> None:
         """Returns the memory of a stored slab to the staging pool."""
@@ -388,6 +399,9 @@ class Source(Protocol):
     def tree(self) -> Tree:
         """Leaves of the tree."""
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Returns the context in which a thread reads it."""
+
     def copy(self, ordinal: int, into: Bytes) -> None:
         """Copies the elements of a chunk, in C order, little-endian, into `into`."""
 
@@ -503,27 +517,30 @@ class Snapshot:
         self, turns: Iterator[Slab], choose: Callable[[Slab], Sequence[int]]
     ) -> None:
         try:
-            for slab in turns:
-                if self._slab_queue.is_cancelled or self._failed.is_set():
-                    return
-                with self._meter.phase("digest"):
-                    wanted = choose(slab)
-                if not wanted:
-                    continue
-                lent = self._lent(slab)
-                if lent is not None:
-                    for ordinal in wanted:
-                        self._probes[ordinal] = make_probe(lent[ordinal - slab.first])
-                    self._slab_queue.put(FilledSlab(slab, wanted, None, lent))
-                    continue
-                with self._meter.phase("wait"):
-                    buffer = self._slab_queue.memory(slab.size)
-                if buffer is not None:
-                    with self._meter.phase("snapshot"):
-                        self._fill(slab, buffer, wanted)
+            with self._source.reading():
+                for slab in turns:
+                    if self._slab_queue.is_cancelled or self._failed.is_set():
+                        return
+                    with self._meter.phase("digest"):
+                        wanted = choose(slab)
+                    if wanted:
+                        self._take_slab(slab, wanted)
         except BaseException:
             self._failed.set()
             raise
+
+    def _take_slab(self, slab: Slab, wanted: Sequence[int]) -> None:
+        lent = self._lent(slab)
+        if lent is not None:
+            for ordinal in wanted:
+                self._probes[ordinal] = make_probe(lent[ordinal - slab.first])
+            self._slab_queue.put(FilledSlab(slab, wanted, None, lent))
+            return
+        with self._meter.phase("wait"):
+            buffer = self._slab_queue.memory(slab.size)
+        if buffer is not None:
+            with self._meter.phase("snapshot"):
+                self._fill(slab, buffer, wanted)
 
     def _fill(self, slab: Slab, buffer: Bytes, wanted: Sequence[int]) -> None:
         try:

@@ -217,7 +217,11 @@ class Upload:
             StoreError: As the contract states for each call.
         """
         ahead: AbstractContextManager[object] = nullcontext()
-        if not (self._data_root is None or isinstance(self._data_root, Path)):
+        if isinstance(self._data_root, Path):
+            # The caller waits for the copies, with which a begin would compete for
+            # processors and the interpreter; it takes milliseconds here.
+            self._slab_queue.await_open()
+        elif self._data_root is not None:
             # To begin takes long on a bucket. Elsewhere checksums are computed while
             # the bytes are sent or written, so that memory is read once.
             ahead = SumsAhead(self._slab_queue, self._sums, self._meter)
@@ -303,6 +307,7 @@ class Upload:
 
         Called from the thread of the snapshot, while the caller waits.
         """
+        self._slab_queue.open()  # the upload must begin now
         try:
             upload = self._upload_soon()
             held = self._found(

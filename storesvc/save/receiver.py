@@ -244,11 +244,7 @@ class Receiver:
         """Makes the data files of a direct writer durable; raises the error of the
         first one that is not complete."""
         ends = list(zip(places.files, places.ends.tolist(), strict=True))
-        if self._bucket.has_files:
-            for file, end in ends:
-                await self._adopt_file(upload, file, end)
-            return
-        if self.trusts_writers:
+        if self.trusts_writers and not self._bucket.has_files:
             return
         for at in range(0, len(ends), CHECKED_AT_ONCE):
             some = ends[at : at + CHECKED_AT_ONCE]

@@ -25,8 +25,8 @@ def rows(table: tree_pb2.ChunkTable | None) -> list[tuple[int, str, int]]:
     return list(zip(table.ordinal, files, table.offset, strict=True))
 
 
-def test_files_that_wait_are_in_one_table_on_a_bucket() -> None:
-    placed = _PlacedChunks(is_merged=True)
+def test_files_that_wait_are_in_one_table() -> None:
+    placed = _PlacedChunks()
     for start, stop in ((4, 6), (0, 2), (2, 4)):
         placed.put(*chunks(start, stop))
     placed.end(None)
@@ -39,20 +39,8 @@ def test_files_that_wait_are_in_one_table_on_a_bucket() -> None:
     assert placed.take_rest() is None
 
 
-def test_each_file_is_a_table_of_its_own_in_a_directory() -> None:
-    placed = _PlacedChunks(is_merged=False)
-    placed.put(*chunks(2, 4))
-    placed.put(*chunks(0, 2))
-    placed.end(None)
-
-    assert [2, 3] == [ordinal for ordinal, _, _ in rows(placed.take())]
-    assert [0, 1] == [ordinal for ordinal, _, _ in rows(placed.take())]
-    assert placed.take() is None
-
-
-@pytest.mark.parametrize("is_merged", [False, True])
-def test_no_table_has_more_rows_than_its_maximum(*, is_merged: bool) -> None:
-    placed = _PlacedChunks(is_merged=is_merged)
+def test_no_table_has_more_rows_than_its_maximum() -> None:
+    placed = _PlacedChunks()
     placed.put(*chunks(0, MAX_PART_ROWS + 5))
     placed.put(*chunks(MAX_PART_ROWS + 5, 2 * MAX_PART_ROWS))
     placed.end(None)
@@ -61,13 +49,12 @@ def test_no_table_has_more_rows_than_its_maximum(*, is_merged: bool) -> None:
     while (table := placed.take()) is not None:
         assert len(table.crc32c) <= MAX_PART_ROWS
         found += list(table.ordinal)
-    if is_merged:
-        found += [ordinal for ordinal, _, _ in rows(placed.take_rest())]
+    found += [ordinal for ordinal, _, _ in rows(placed.take_rest())]
     assert np.array_equal(np.arange(2 * MAX_PART_ROWS), np.sort(found))
 
 
 def test_an_error_comes_after_the_tables_before_it() -> None:
-    placed = _PlacedChunks(is_merged=True)
+    placed = _PlacedChunks()
     placed.put(*chunks(0, 2))
     placed.end(OSError("full"))
 

@@ -6,8 +6,8 @@ that it knows a chunk that a power cut cannot take away:
 
 1. Append the chunks of some slabs to a new file.
 2. Make the file durable; the server makes its directory entry durable.
-3. Queue its chunk table, which then goes to the server; on a bucket, together with the
-   tables of other files of the next two seconds.
+3. Queue its chunk table, which then goes to the server, together with the tables of
+   other files of the next two seconds; the last ones with the commit.
 
 In a directory, parts are written to a file as they come. A bucket writes an object as a
 whole, so each object is first assembled: it refers to its slabs, which return to the
@@ -431,7 +431,7 @@ class DirectWriter:
         self._slab_queue = slab_queue
         self._wanted = wanted
         self._sums = sums
-        self._placed = _PlacedChunks(is_merged=not isinstance(root, Path))
+        self._placed = _PlacedChunks()
         self._stopped = threading.Event()
         sizes = [slab.stored_bytes for slab in slabs]
         self._pool: Pool = (
@@ -478,8 +478,8 @@ class DirectWriter:
         return self._placed.take()
 
     def take_rest(self) -> tree_pb2.ChunkTable | None:
-        """Returns the table of the last files in a bucket, once ``take`` has returned
-        None; None if it has returned all."""
+        """Returns the table of the last files, once ``take`` has returned None; None if
+        it has returned all."""
         return self._placed.take_rest()
 
     def _end(self, workers: "Sequence[Future[None]]") -> None:
@@ -586,22 +586,15 @@ class DirectWriter:
 
 
 TABLE_SECONDS: Final = 2.0
-"""Time for which chunks in a bucket wait for a table with others: so much of an
-interrupted save is sent again, and as rarely a save writes a table."""
+"""Time for which durable chunks wait for a table with others: so much of an interrupted
+save is stored again, and as rarely a save writes a table."""
 
 
 class _PlacedChunks:
     """The chunks of durable files, on their way to the server. Thread-safe."""
 
-    def __init__(self, *, is_merged: bool) -> None:
-        """Creates an empty queue.
-
-        Args:
-            is_merged: Whether one table may have the chunks of several files. On a
-                bucket, each table takes a request; in a directory, the server syncs the
-                files of one table one after another.
-        """
-        self._is_merged = is_merged
+    def __init__(self) -> None:
+        """Creates an empty queue."""
         self._changed = threading.Condition()
         self._parts: deque[tuple[Sums, ChunkLocations]] = deque()
         """Parts of files, none with more rows than a table may have."""
@@ -643,8 +636,8 @@ class _PlacedChunks:
             self._changed.notify_all()
 
     def take(self) -> tree_pb2.ChunkTable | None:
-        """Waits for chunks and returns their table; None after the last one, which
-        ``take_rest`` has if tables are merged.
+        """Waits for chunks and returns their table; None before the last one, which
+        ``take_rest`` returns.
 
         Raises:
             BaseException: The error of ``end``.
@@ -653,16 +646,13 @@ class _PlacedChunks:
         rows = 0
         with self._changed:
             self._changed.wait_for(lambda: self._parts or self._has_ended)
-            if self._is_merged:
-                self._changed.wait_for(lambda: self._is_full, TABLE_SECONDS)
-                if self._has_ended and self._error is None and self._is_one_table:
-                    return None
+            self._changed.wait_for(lambda: self._is_full, TABLE_SECONDS)
+            if self._has_ended and self._error is None and self._is_one_table:
+                return None
             # as many parts as one table may have
             while self._parts and rows + len(self._parts[0][0]) <= MAX_PART_ROWS:
                 parts.append(self._parts.popleft())
                 rows += len(parts[-1][0])
-                if not self._is_merged:
-                    break
         if parts:
             (table,) = pack_placed(*merge(parts), with_ordinals=True)
             return table

@@ -2,11 +2,11 @@
 
 A call passes the same interceptors and the same handler as one that comes through a
 socket, as serialised messages, and fails with the same statuses. Only calls with one
-request and one response are answered here: streams need the flow control of gRPC.
+response are answered here: a stream of responses needs the flow control of gRPC.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
@@ -33,10 +33,15 @@ class InProcessCalls:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def call(
-        self, method: str, request: bytes, seconds: float | None, metadata: Metadata
+        self,
+        method: str,
+        requests: Sequence[bytes],
+        seconds: float | None,
+        metadata: Metadata,
     ) -> bytes:
-        """Makes a call of a method, "/package.Service/Method", that ends after some
-        seconds, if given; returns the serialised response.
+        """Makes a call of a method, "/package.Service/Method", with one serialised
+        request or a stream of them, that ends after some seconds, if given; returns
+        the serialised response.
 
         Raises:
             AioRpcError: The call failed.
@@ -48,8 +53,12 @@ class InProcessCalls:
         try:
             handler = await self._find(details)
             async with asyncio.timeout(seconds):
-                parsed = handler.request_deserializer(request)
-                response: bytes = await handler.unary_unary(parsed, context)
+                parsed = _parsed(handler.request_deserializer, requests)
+                response: bytes = await (
+                    handler.stream_unary(parsed, context)
+                    if handler.request_streaming
+                    else handler.unary_unary(await anext(parsed), context)
+                )
                 return response
         except grpc.aio.AbortError:
             assert context.error is not None
@@ -68,6 +77,13 @@ class InProcessCalls:
     async def _find_handler(self, details: grpc.HandlerCallDetails) -> Any:
         found = (handler.service(details) for handler in self._handlers)
         return next(filter(None, found))
+
+
+async def _parsed(
+    parse: Callable[[bytes], Any], requests: Sequence[bytes]
+) -> AsyncIterator[Any]:
+    for request in requests:
+        yield parse(request)
 
 
 class _Details(NamedTuple):

@@ -1,7 +1,7 @@
 """Runs a server inside the process of its client.
 
 It has the same services and the same contract; only the address differs: a Unix socket
-in a directory that only this user can enter. Calls that are no streams do not even pass
+in a directory that only this user can enter. Calls with one response do not even pass
 the socket (``EmbeddedServer.call``). All embedded servers of a process share one event
 loop, because gRPC's asyncio polls for one loop per process.
 
@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -91,10 +91,14 @@ class EmbeddedServer:
         self._remove()
 
     def call(
-        self, method: str, request: bytes, seconds: float | None, metadata: Metadata
+        self,
+        method: str,
+        requests: Sequence[bytes],
+        seconds: float | None,
+        metadata: Metadata,
     ) -> bytes:
         """Makes a call without a connection; see ``InProcessCalls.call``."""
-        return _run(self._calls.call(method, request, seconds, metadata))
+        return _run(self._calls.call(method, requests, seconds, metadata))
 
     async def _start(self, root: str, seconds: float, *, collect: bool | None) -> None:
         async with _storage_timeout(root, seconds):

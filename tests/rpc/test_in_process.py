@@ -58,23 +58,57 @@ def test_errors_have_their_reason_and_their_values(client: store.Client) -> None
     assert 32 == len(caught.value.metadata["request_id"])
 
 
-def test_each_call_is_measured_once(client: store.Client) -> None:
+@contextmanager
+def ended(rpc: str) -> Iterator[list[events.CallEnded]]:
+    """Yields the calls of an rpc that end within the context."""
     found: list[events.CallEnded] = []
 
     def note(event: events.Event) -> None:
-        if isinstance(event, events.CallEnded) and "ListRuns" in event.method:
+        if isinstance(event, events.CallEnded) and event.method.endswith(f"/{rpc}"):
             found.append(event)
 
     events.subscribe(note)
     try:
-        assert [] == list(client.runs())
+        yield found
     finally:
         events.unsubscribe(note)
+
+
+def test_each_call_is_measured_once(client: store.Client) -> None:
+    with ended("ListRuns") as found:
+        assert [] == list(client.runs())
 
     (one,) = found
     assert ("storesvc.v1.CheckpointService/ListRuns", "OK") == (one.method, one.status)
     assert one.received_bytes > 0
     assert 32 == len(one.request_id)
+
+
+def test_a_call_with_a_stream_of_requests_receives_all_of_them(
+    client: store.Client,
+) -> None:
+    leaves = {f"leaf {n:05}": np.full(100, n) for n in range(2000)}  # two parts
+    with ended("BeginUpload") as found:
+        client.run(RUN).save(1, leaves).result()
+
+    (one,) = found
+    assert "OK" == one.status
+    assert one.received_bytes > sum(map(len, leaves))
+
+
+def test_a_rejected_stream_of_requests_raises_its_error(client: store.Client) -> None:
+    run = client.run(RUN)
+    large = {"x": np.zeros(1 << 20)}
+    run.save(1, large).result()
+
+    with (
+        ended("BeginUpload") as found,
+        pytest.raises(store.AlreadyExistsError) as caught,
+    ):
+        run.save(1, large).result()
+
+    assert "CHECKPOINT_EXISTS" == caught.value.reason
+    assert ["ALREADY_EXISTS"] == [one.status for one in found]
 
 
 def test_a_call_ends_before_its_deadline_with_the_cause(tmp_path: Path) -> None:

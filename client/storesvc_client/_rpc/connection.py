@@ -155,7 +155,7 @@ class MetadataChannel(ForwardingChannel):
 
 
 class _InProcessChannel(ForwardingChannel):
-    """Makes the calls that are no streams without the socket of an embedded server."""
+    """Makes the calls with one response without the socket of an embedded server."""
 
     def __init__(self, channel: grpc.Channel, server: "EmbeddedServer") -> None:
         self._channel = channel
@@ -163,7 +163,7 @@ class _InProcessChannel(ForwardingChannel):
         self._is_open = True
 
     def _method(self, kind: str, arguments: Any, options: Any) -> Callable[..., Any]:
-        if kind != "unary_unary":
+        if kind not in ("unary_unary", "stream_unary"):
             made: Callable[..., Any] = getattr(self._channel, kind)(
                 *arguments, **options
             )
@@ -177,7 +177,8 @@ class _InProcessChannel(ForwardingChannel):
         ) -> Any:
             if not self._is_open:
                 raise ValueError("Cannot invoke RPC on closed channel!")  # as gRPC does
-            data = serialize(request)
+            requests = [request] if kind == "unary_unary" else request
+            data = [serialize(one) for one in requests]
             return parse(self._server.call(method, data, timeout, metadata))
 
         return call

@@ -68,7 +68,6 @@ from storesvc_proto.v1 import access_service_pb2 as access_api
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
-from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 
 _FIRST: Final = 100
@@ -347,7 +346,7 @@ class Client:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._connection = session.connection
-        self._stub = CheckpointServiceStub(session.connection.channel)
+        self._stub = session.connection.checkpoints
         self._savers: dict[RunName, RunSaver] = {}
         self._runs: dict[tuple[RunName, SaveOptions], Run] = {}
 

@@ -65,7 +65,6 @@ from storesvc_client.errors import (
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2, upload_service_pb2
-from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 
 if TYPE_CHECKING:
@@ -791,7 +790,7 @@ class _Stream:
         """Resume token of the last message."""
         self._connection = connection
         self._parent = parent
-        self._stub = CheckpointServiceStub(connection.channel)
+        self._stub = connection.checkpoints
         self._call: _Call | None = None
 
     def next(self) -> api.CheckpointEvent | None:
@@ -848,7 +847,7 @@ class _Stream:
 
 def _newest(connection: Connection, run: str) -> api.Checkpoint | None:
     """Returns the newest checkpoint of a run; None if it has none."""
-    stub = CheckpointServiceStub(connection.channel)
+    stub = connection.checkpoints
     request = api.GetCheckpointRequest(name=f"{run}/checkpoints/latest")
     with suppress(NotFoundError):
         for attempt in connection.attempts("GetCheckpoint"):

@@ -55,7 +55,6 @@ from storesvc_client.errors import (
     translate_rpc_errors,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
-from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 if TYPE_CHECKING:
     import numpy as np
@@ -659,7 +658,7 @@ def _read_manifest(
 def _manifest_bytes(
     connection: Connection, request: api.ReadManifestRequest, *, timeout: float
 ) -> tuple[api.Checkpoint, bytes]:
-    stub = CheckpointServiceStub(connection.channel)
+    stub = connection.checkpoints
     message, parts, size = api.Checkpoint(), [], 0
     with translate_rpc_errors(connection.address):
         stream = stub.ReadManifest(request, timeout=timeout)

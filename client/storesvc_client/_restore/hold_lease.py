@@ -26,7 +26,6 @@ from storesvc_client.errors import (
     translate_rpc_errors,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
-from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 _RENEWALS_PER_TTL: Final = 3
 _CALL_SECONDS: Final = 10.0
@@ -69,7 +68,7 @@ class Lease:
             StoreError: The hold could not be created.
         """
         self._connection = connection
-        self._stub = CheckpointServiceStub(connection.channel)
+        self._stub = connection.checkpoints
         request = api.CreateHoldRequest(
             parent=checkpoint.resource,
             uid=uid,

@@ -298,9 +298,14 @@ class Connection:
             close_at_exit(self.close)
 
     @cached_property
+    def checkpoints(self) -> CheckpointServiceStub:
+        """The calls that read checkpoints; made once, as that takes as long as a small
+        call."""
+        return CheckpointServiceStub(self.channel)
+
+    @cached_property
     def uploads(self) -> "UploadServiceStub":
-        """The calls that write checkpoints; made once, as that takes as long as a
-        small call."""
+        """The calls that write checkpoints, made once likewise."""
         from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
         return UploadServiceStub(self.channel)
@@ -623,7 +628,7 @@ class RunStub:
     def __init__(self, connection: Connection, name: RunName) -> None:
         self.name = name
         self.connection = connection
-        self.service = CheckpointServiceStub(connection.channel)
+        self.service = connection.checkpoints
 
     def checkpoint_name(self, which: Which) -> CheckpointName:
         """Returns the name of a checkpoint, which "latest" and tags leave open.

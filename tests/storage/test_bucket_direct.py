@@ -212,12 +212,15 @@ def test_objects_of_large_and_small_parts_hold_what_was_saved(
 
 
 def test_a_server_does_not_read_the_staging_tables_that_it_wrote(
-    direct: store.Client, gcs: FakeGcs
+    direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(data_files, "OBJECT_BYTES", MIB)
+    monkeypatch.setattr(data_files, "TABLE_SECONDS", 0.0)  # or the commit has them all
+    monkeypatch.setattr(data_files, "FILE_THREADS", 1)
     run = direct.run("tests/staged")
     gcs.clear()
 
-    run.save(0, {"x": drawn(1 << 19)}).result()
+    run.save(0, {f"{n}": drawn(1 << 19, seed=n) for n in range(8)}).result()
     # the server deletes them after it has answered
     end = time.monotonic() + 60
     while {"POST", "GET", "DELETE"} != {one.method for one in staged(gcs)}:

@@ -58,7 +58,7 @@ from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
 from storesvc.save.batches import check_small_chunks
 from storesvc.save.receipts import FEW_WRITERS, Receipts, longest
-from storesvc.save.receiver import Receiver
+from storesvc.save.receiver import Receiver, check_direct_chunks
 from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
 from storesvc.save.rules import make_key_space
 from storesvc.save.uploads import NewUpload, OpenUpload, Uploads, Version
@@ -387,7 +387,8 @@ class Commits:
         will name."""
         upload = await self._uploads.presume_open(name, record.epoch)
         await self._uploads.renew(upload)
-        placed = await self._receiver.unpack(upload, end.placed)
+        rows = len(end.placed.crc32c)
+        placed = await offload(rows, check_direct_chunks, upload, end.placed)
         new_bytes = int(placed[1].length.sum())
         await end.reserve(new_bytes, int(upload.tree.lengths.sum()))
         staged = await self._receipts.staged(

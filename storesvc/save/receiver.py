@@ -208,7 +208,9 @@ class Receiver:
         number."""
         # 1. Validate what the writer reports: it is not trusted. A file of another
         #    upload, which may be deleted before this one, must not get into a table.
-        sums, places = await self.unpack(upload, table)
+        sums, places = await offload(
+            len(table.crc32c), check_direct_chunks, upload, table
+        )
         new = self._tables.new(upload.name, writer, (sums, places))
         if self._bucket.has_files:
             # 2. Make each data file durable.
@@ -233,12 +235,6 @@ class Receiver:
         publish(_make_chunks_moved("direct", places))
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return len(sums)
-
-    async def unpack(
-        self, upload: OpenUpload, table: tree_pb2.ChunkTable
-    ) -> tuple[Sums, ChunkLocations]:
-        """Returns what ``check_direct_chunks`` does."""
-        return await offload(len(table.crc32c), check_direct_chunks, upload, table)
 
     async def adopt_files(self, upload: OpenUpload, places: ChunkLocations) -> None:
         """Makes the data files of a direct writer durable; raises the error of the

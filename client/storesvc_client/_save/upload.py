@@ -280,7 +280,7 @@ class Upload:
             if e.reason == "WRITER_UNFINISHED" and self._end is not None:
                 # The server is of an earlier release, and finishes in another call.
                 rest, self._end = self._end.placed, None
-                self._finish(ref, rest if rest.crc32c else None)
+                self._finish(ref, rest)
                 return self._writer.commit(ref)
             self._explain(e)
             raise
@@ -395,7 +395,7 @@ class Upload:
 
     def _finish(self, ref: api.WriterRef, rest: tree_pb2.ChunkTable | None) -> None:
         """Reports the last durable chunks, and finishes the writer."""
-        if rest is not None:
+        if rest is not None and rest.crc32c:
             streams = ChunkStreams(self._connection, ref, self._sums, self._meter)
             tables = iter([rest])
             streams.send_tables(lambda: next(tables, None))

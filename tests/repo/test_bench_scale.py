@@ -138,6 +138,7 @@ def test_the_page_has_the_bars_of_the_benchmark_and_its_last_tables() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_small_sizes_are_counted_and_judged() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.scale", "--quick"],

@@ -28,7 +28,7 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
 from storesvc.format.trees import Leaf, SavedSharding, Tree
 from storesvc_client._chunks.memory import Bytes, collector_paused
-from storesvc_client._chunks.slabs import Slab, cut_slabs
+from storesvc_client._chunks.slabs import SLAB_BYTES, Slab, cut_slabs
 from storesvc_client._items.values import PlannedItem
 from storesvc_client._job.assignment import (
     Held,
@@ -413,13 +413,22 @@ AHEAD_BYTES: Final = 256 << 20
 """Bytes of the leaves that are being transferred ahead from devices."""
 
 
+class _ReadLeaves(threading.local):
+    """The leaves that a thread has read last: those of one slab, or one larger leaf."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[Sequence[NDArray[Any]], bool]] = {}
+        """Blocks by row, and whether they are in the tree's own memory."""
+        self.size_bytes = 0
+
+
 class TreeSource:
     """A tree to copy; implements ``_save.snapshot.Source``."""
 
     def __init__(self, plan: Plan, values: Sequence[Any]) -> None:
         self._plan = plan
         self._values = values
-        self._cache = threading.local()
+        self._read = _ReadLeaves()
         self._lock = threading.Lock()
         self._in_flight: dict[int, list[Any]] = {}
         """Transfers in flight or complete, by row."""
@@ -444,7 +453,7 @@ class TreeSource:
         """Copies the elements of a chunk, padded with zeros past the shape."""
         row, within = self.tree.locate(ordinal)
         plan, grid = self._plan.leaves[row], self.tree.grids[row]
-        blocks = self._blocks(row)
+        blocks, _ = self._leaf(row)
         if plan.layout.is_joined:
             np.concatenate([b.reshape(-1) for b in blocks], out=into.view(plan.dtype))
             return
@@ -468,7 +477,8 @@ class TreeSource:
         if self._plan.is_remote:
             return None
         found = self.in_order(ordinal)
-        return found if found is not None and self._cache.is_own else None
+        _, is_own = self._leaf(self.tree.locate(ordinal)[0])
+        return found if is_own else None
 
     def leaf_digests(self) -> bytes:
         """Returns the digests of the leaves that other processes hold, too.
@@ -503,34 +513,36 @@ class TreeSource:
         pieces = self._plan.leaves[row].layout.contiguous_pieces(within)
         if pieces is None:
             return None
-        blocks, found = self._blocks(row), []
+        (blocks, _), found = self._leaf(row), []
         for piece in pieces:
             assert piece.span is not None
             start, _, length = piece.span
             found.append(_flat(blocks[piece.block])[start : start + length])
         return found
 
-    def _blocks(self, row: int) -> Sequence[NDArray[Any]]:
-        """Returns the blocks of a leaf on the host; each thread caches its last
-        leaf."""
-        if getattr(self._cache, "row", None) != row:
+    def _leaf(self, row: int) -> tuple[Sequence[NDArray[Any]], bool]:
+        """Returns the blocks of a leaf on the host, and whether they are in the tree's
+        own memory."""
+        read = self._read
+        if row not in read.found:
             with self._lock:
                 shards = (
                     self._transfer_blocks(row)
                     if self._plan.is_remote
                     else self._shards(row)
                 )
-            self._cache.blocks = [
-                np.asarray(shard, self._plan.leaves[row].dtype, order="C")
-                for shard in shards
-            ]
-            self._cache.row = row
-            self._cache.is_own = all(
+            dtype = self._plan.leaves[row].dtype
+            blocks = [np.asarray(shard, dtype, order="C") for shard in shards]
+            is_own = all(
                 isinstance(shard, jax.Array) or np.may_share_memory(shard, block)
-                for shard, block in zip(shards, self._cache.blocks, strict=True)
+                for shard, block in zip(shards, blocks, strict=True)
             )
-        blocks: Sequence[NDArray[Any]] = self._cache.blocks
-        return blocks
+            if read.size_bytes > SLAB_BYTES:
+                read.found.clear()
+                read.size_bytes = 0
+            read.found[row] = blocks, is_own
+            read.size_bytes += self.tree.grids[row].leaf_bytes
+        return read.found[row]
 
     def _transfer_blocks(self, row: int) -> list[Any]:
         """Returns the blocks of a leaf; starts transfers of the next leaves."""
@@ -551,8 +563,8 @@ class TreeSource:
     def _shards(self, row: int) -> list[Any]:
         """Returns the blocks of a leaf where they are, on the host or on devices.
 
-        Called by one thread at a time: when several threads list the shards of an array
-        for the first time at once, jax lists some twice and omits others.
+        Called by one thread at a time: when several threads ask for the shards of an
+        array for the first time at once, jax lists some twice and omits others.
 
         Raises:
             UnavailableError: This happened, caused by threads outside the save.
@@ -562,10 +574,14 @@ class TreeSource:
             value = jax.random.key_data(value)
         if plan.devices is None:
             return [value]
-        held = {shard.device: shard.data for shard in value.addressable_shards}
+        # Not addressable_shards, which takes five times as long.
+        count = len(value.sharding.addressable_devices)
+        indices = range(1 if value.is_fully_replicated else count)
+        held: dict[jax.Device, Any] = {}
         try:
+            held |= ((one.device, one) for one in map(value.addressable_data, indices))
             return [held[device] for device in plan.devices]
-        except KeyError as e:
+        except (IndexError, KeyError) as e:
             raise UnavailableError(
                 f"leaf {self.tree.leaves[row].key!r}: expected shards on "
                 f"{len(plan.devices)} devices, got {len(held)} from jax, because "

@@ -517,7 +517,8 @@ for step in range(2, 8):
     child = multiprocessing.get_context("fork").Process(target=abs, args=[1])
     child.start()
     child.join()
-    assert child.exitcode == 0
+    # gRPC's own handler of forks aborts one in some hundred (in ev_epoll1_linux.cc)
+    assert child.exitcode in (0, -6), child.exitcode
 """,
 }
 """Ways to fork children that do not use the client."""

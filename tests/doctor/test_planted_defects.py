@@ -107,7 +107,7 @@ DEFECTS: Final[dict[str, tuple[Callable[[], Planted], str, str]]] = {
         "'names/Case'",
     ),
     "requests are throttled": (
-        lambda: planted((r"GET .*rate/", Status(429)), times=6),
+        lambda: planted((r"GET .*rate/", Status(429)), times=3),
         "rate.throttled",
         "requests because of load",
     ),

@@ -188,8 +188,9 @@ def _report_errors(*, as_json: bool) -> Generator[None]:
         try:
             yield
         except KeyboardInterrupt as e:
-            parts = ["interrupted", *getattr(e, "__notes__", [])]
-            raise Interrupted("; ".join(parts)) from e
+            # without the note of Python 3.12 about a class that was being made
+            notes = [n for n in getattr(e, "__notes__", []) if "__set_name__" not in n]
+            raise Interrupted("; ".join(["interrupted", *notes])) from e
     except click.ClickException as e:
         if isinstance(e, click.NoSuchOption) and (hint := option_hint(e)):
             e = click.UsageError(e.message + hint, ctx=e.ctx)

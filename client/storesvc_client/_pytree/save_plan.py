@@ -414,7 +414,7 @@ AHEAD_BYTES: Final = 256 << 20
 
 
 class _ReadLeaves(threading.local):
-    """The leaves that a thread has read last: those of one slab, or one larger leaf."""
+    """The leaves that a thread has read last: all of one slab, or one larger leaf."""
 
     def __init__(self) -> None:
         self.found: dict[int, tuple[Sequence[NDArray[Any]], bool]] = {}

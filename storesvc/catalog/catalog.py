@@ -182,7 +182,10 @@ class _Descent:
         """True after a range without two slots, where many were expected."""
         self._has_begun = False
         """True once the list of the first slots has been tried."""
+        self._factor = 1
+        """Growth of the ranges, while they are empty."""
         self.stride = seen.stride
+        """Mean distance of two steps, as far as lists have shown it; 0: unknown."""
 
     @property
     def is_over(self) -> bool:
@@ -206,10 +209,12 @@ class _Descent:
             span = await self._slots.list_end(after=max(0, first) - 1)
             self.stride = self.stride or span.stride
         else:
-            first, limit = max(0, below - count * self.stride), min(count + 1, PAGE)
+            first = max(0, below - count * self.stride * self._factor)
+            limit = min(count + 1, PAGE)
             span = await self._slots.list_between(first, below, limit=limit)
             self._is_sparse = not span.stride
-            self.stride = span.stride or self.stride * _GROWTH
+            self._factor = self._factor * _GROWTH if self._is_sparse else 1
+            self.stride = span.stride or self.stride
         self._below = span.first
         return _descending(span, below)
 
@@ -286,7 +291,7 @@ class SlotReader:
     ) -> list[int]:
         """Returns the steps that have a slot, newest first."""
         first = 0 if after is None else after + 1
-        stop = MAX_NUMBER if before is None else before
+        stop = MAX_NUMBER + 1 if before is None else before
         span = await self._slots(run).list_between(first, stop)
         return span.numbers[::-1]
 

@@ -18,6 +18,7 @@ from itertools import compress
 from typing import Final, TypeVar
 
 from storesvc.format.layout import parse_number
+from storesvc.format.names import MAX_STEP
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc.storage.requests import gather_each
 
@@ -28,8 +29,8 @@ PAGE: Final = 1000
 
 _SUFFIX: Final = ".binpb"
 
-MAX_NUMBER: Final = 10**20 - 1
-"""The highest number of 20 digits."""
+MAX_NUMBER: Final = MAX_STEP
+"""The highest number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc.format.names import InvalidNameError, RunName, check_hold, check_tag
+from storesvc.format.names import (
+    MAX_STEP,
+    InvalidNameError,
+    RunName,
+    check_hold,
+    check_tag,
+)
 
 ROOT: Final = "manifest.ocdbt"
 """Name of a key space's manifest, below its prefix."""
@@ -84,7 +90,8 @@ def announcement(namespace: str, number: int) -> str:
 def parse_number(path: str) -> int | None:
     """Returns the number at the end of a path; None for a foreign object."""
     name = path.rpartition("/")[2]
-    return int(name[:20]) if _NUMBER.fullmatch(name) else None
+    number = int(name[:20]) if _NUMBER.fullmatch(name) else None
+    return number if number is not None and number <= MAX_STEP else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def _command(script: str, url: object, *, dev: bool = False) -> list[str]:
 _ABORT: Final = re.compile(
     r"^(F\d+ .* ev_epoll1_linux.cc:.*KICKED|\*{3} Check failure stack trace: )"
 )
-"""What a forked child says that gRPC's own handler of forks aborts."""
+"""Lines of a forked child that gRPC's own handler of forks has aborted."""
 
 
 def _end(script: str, url: object, **options: bool) -> tuple[int, str, str]:

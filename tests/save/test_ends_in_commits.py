@@ -2,13 +2,10 @@
 call and a server of an earlier release answer. Deaths between its writes are in
 ``test_small_saves.py``."""
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
@@ -36,6 +33,7 @@ from tests.support.contract import (
     stored,
     sums,
 )
+from tests.support.old_server import old_server
 from tests.support.thread_server import ThreadServer
 
 
@@ -175,34 +173,6 @@ def test_a_malformed_end_is_rejected(tmp_path: Path) -> None:
                 writer.stub.CommitUpload(request, timeout=30)
 
 
-class OldServer(grpc.GenericRpcHandler):
-    """Forwards all calls, without the field that an earlier release does not know."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self._channel = channel
-        self.calls: list[str] = []
-
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        if details.method.endswith("/CreateCheckpoint"):
-            return None
-        forward: Any = self._channel.stream_stream(details.method)
-        self.calls.append(details.method.rpartition("/")[2])
-
-        def call(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            if details.method.endswith("/CommitUpload"):
-                commit = api.CommitUploadRequest.FromString(next(requests))
-                commit.ClearField("end")
-                requests = iter([commit.SerializeToString()])
-            try:
-                yield from forward(requests)
-            except grpc.RpcError as e:
-                assert isinstance(e, grpc.Call)
-                context.set_trailing_metadata(e.trailing_metadata())
-                context.abort(e.code(), e.details())
-
-        return grpc.stream_stream_rpc_method_handler(call)
-
-
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_a_server_of_an_earlier_release_gets_the_calls_that_it_knows(
     tmp_path: Path, *, is_direct: bool
@@ -210,20 +180,13 @@ def test_a_server_of_an_earlier_release_gets_the_calls_that_it_knows(
     root = f"{tmp_path.as_uri()}/store"
     state = {"x": np.arange(1 << 20, dtype=np.int32)}
     with (
-        ThreadPoolExecutor(32) as pool,
-        ThreadServer(root) as server,
-        grpc.insecure_channel(server.address) as channel,
+        old_server(root) as server,
+        store.connect(server.address, direct=root if is_direct else None) as client,
     ):
-        handler = OldServer(channel)
-        old = grpc.server(pool, handlers=[handler])
-        address = f"127.0.0.1:{old.add_insecure_port('127.0.0.1:0')}"
-        old.start()
-        with store.connect(address, direct=root if is_direct else None) as client:
-            run = client.run("tests/ends")
-            run.save(1, state).result()
-            assert np.array_equal(state["x"], run.restore(1)["x"])
-        old.stop(None)
+        run = client.run("tests/ends")
+        run.save(1, state).result()
+        assert np.array_equal(state["x"], run.restore(1)["x"])
 
     wanted = ("FinishWriter", "CommitUpload")
-    calls = [call for call in handler.calls if call in wanted]
+    calls = [call for call in server.calls if call in wanted]
     assert ["CommitUpload", "FinishWriter", "CommitUpload"] == calls

@@ -5,13 +5,11 @@ any two of its writes."""
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc
 import numpy as np
 import pytest
 
@@ -37,6 +35,7 @@ from tests.support.faulty_bucket import (
     dies_before,
     no_faults,
 )
+from tests.support.old_server import old_server
 from tests.support.server_process import ServerProcess
 from tests.support.thread_server import ThreadServer
 
@@ -275,49 +274,22 @@ def test_what_a_small_save_cannot_be_is_rejected(tmp_path: Path) -> None:
         writer.create()
 
 
-class OldServer(grpc.GenericRpcHandler):
-    """Forwards all calls but the one that an earlier release does not know."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self._channel = channel
-
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        if details.method.endswith("/CreateCheckpoint"):
-            return None
-        forward: Any = self._channel.stream_stream(details.method)
-
-        def call(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            try:
-                yield from forward(requests)
-            except grpc.RpcError as e:
-                assert isinstance(e, grpc.Call)
-                context.set_trailing_metadata(e.trailing_metadata())
-                context.abort(e.code(), e.details())
-
-        return grpc.stream_stream_rpc_method_handler(call)
-
-
 def test_a_server_of_an_earlier_release_gets_the_calls_that_it_knows(
     tmp_path: Path,
 ) -> None:
     with (
-        ThreadPoolExecutor(32) as pool,
-        ThreadServer(f"{tmp_path.as_uri()}/store") as server,
-        grpc.insecure_channel(server.address) as channel,
+        old_server(f"{tmp_path.as_uri()}/store") as server,
+        store.connect(server.address) as client,
+        counted() as calls,
     ):
-        old = grpc.server(pool, handlers=[OldServer(channel)])
-        address = f"127.0.0.1:{old.add_insecure_port('127.0.0.1:0')}"
-        old.start()
-        with store.connect(address) as client, counted() as calls:
-            run = client.run(RUN)
-            changing = tree(1)
-            save = run.save(1, changing)
-            changing["w"][:] = 7  # the copy is taken
-            save.result()
-            run.save(2, tree(2)).result()
-            assert same(tree(1), run.restore(1))
-            assert same(tree(2), run.restore(2))
-        old.stop(None)
+        run = client.run(RUN)
+        changing = tree(1)
+        save = run.save(1, changing)
+        changing["w"][:] = 7  # the copy is taken
+        save.result()
+        run.save(2, tree(2)).result()
+        assert same(tree(1), run.restore(1))
+        assert same(tree(2), run.restore(2))
 
     assert ["BeginUpload"] * 2 == [call for call in calls if call == "BeginUpload"]
     assert "CreateCheckpoint" not in calls

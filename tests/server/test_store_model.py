@@ -10,7 +10,7 @@ between and during other calls. Hypothesis prints the steps that reproduce a fai
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -61,6 +61,7 @@ from tests.support.faulty_bucket import (
     FaultyBucket,
     at_change,
     no_faults,
+    ordered_calls,
 )
 
 RUN: Final = RunName("tests", "model")
@@ -139,6 +140,8 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self) -> None:
         """Opens a fresh storage."""
         self._loop = asyncio.new_event_loop()
+        self._order = ordered_calls() if self.root() == "memory://" else nullcontext()
+        self._order.__enter__()
         self._clock = FakeClock()
         self._model = Model()
         self._server = 0
@@ -162,6 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
             if left:
                 self._do(asyncio.wait(left))
             self._loop.close()
+            self._order.__exit__(None, None, None)
 
     @rule()
     def restart(self) -> None:

@@ -13,18 +13,22 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+import pytest
 
 from storesvc.errors import StorageUnavailableError
 from storesvc.format.checksums import Buffer
 from storesvc.format.layout import RESERVE, is_pooled
 from storesvc.format.wire import Part
+from storesvc.storage import kvstore, object_bucket
 from storesvc.storage.bucket import (
     ALWAYS,
     Generation,
@@ -36,6 +40,7 @@ from storesvc.storage.file_bucket import NewObject
 from storesvc.storage.object_bucket import TensorStoreBucket
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 LATE_TURNS = 5
 """Iterations of the event loop before a late call completes."""
@@ -141,6 +146,30 @@ async def becomes_true(
                     return True
                 await asyncio.sleep(0.001)
     return False
+
+
+@contextmanager
+def ordered_calls() -> Iterator[None]:
+    """Lets tasks take turns at each call of a bucket in memory, and at each function
+    that is to run in a thread.
+
+    Then the order of what they do depends on their event loop alone, and not on when
+    threads finish: a test that draws its steps sees the same outcome again.
+    """
+
+    async def await_result(future: Any) -> Any:
+        await asyncio.sleep(0)
+        return future.result()
+
+    async def call(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        await asyncio.sleep(0)
+        return function(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kvstore, object_bucket):
+            patch.setattr(module, "await_future", await_result)
+        patch.setattr(asyncio, "to_thread", call)
+        yield
 
 
 class Calls:

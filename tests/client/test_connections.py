@@ -2,9 +2,12 @@
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import grpc
 import pytest
@@ -103,3 +106,35 @@ def test_an_embedded_store_has_channels_too() -> None:
 
     assert 1 == len({ask(channel) for channel in opened.channels(2)})
     opened.close()
+
+
+IMPORTS = """
+import sys
+import numpy as np
+import storesvc_client as store
+if "jax" in sys.argv:
+    import jax
+state = {"x": np.arange(1 << 20)}
+with store.connect(sys.argv[1]) as client:
+    before = {*sys.modules}
+    run = client.run("tests/imports")
+    run.save(1, {"x": np.arange(8)}).result()
+    run.save(2, state).result()
+    run.restore(2, like=state)
+    print(*sorted({*sys.modules} - before))
+"""
+
+
+@pytest.mark.parametrize("libraries", [["jax"], []])
+def test_the_first_save_and_restore_of_a_job_of_jax_import_nothing(
+    tmp_path: Path, libraries: list[str]
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTS, str(tmp_path / "store"), *libraries],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+
+    found = [name for name in run.stdout.split() if name.startswith("storesvc")]
+    assert bool(found) == (not libraries), found

@@ -1,12 +1,14 @@
 """Connects to a store: ``connect``, ``Client``, and the audit log of its server."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -294,6 +296,27 @@ def connect(
     return open_client(session, direct=direct, lend_credentials=lend_credentials)
 
 
+_TRANSFERS: Final = (
+    "tenacity",
+    "storesvc_client._pytree.jax_job",
+    "storesvc_client._pytree.restore_target",
+    "storesvc_client._pytree.save_plan",
+    "storesvc_client._restore.checkpoint",
+    "storesvc_client._save.items",
+    "storesvc_client._save.small",
+    "storesvc_client._save.upload",
+)
+"""Modules that saves and restores import at the latest."""
+
+
+def _load_transfers() -> None:
+    """Imports the modules of saves and restores in a job of jax, so that its first
+    restore and its first save do not wait for them; other programs may need neither."""
+    if "jax" in sys.modules:
+        for name in _TRANSFERS:
+            import_module(name)
+
+
 def open_client(
     session: Session,
     *,
@@ -309,6 +332,7 @@ def open_client(
     connection = session.connection
     target = connection.address
     try:
+        _load_transfers()  # the channel connects in the meantime
         try:  # without retries, as the target may be mistyped
             info = _info(connection, connection.call)
         except UnavailableError as e:

@@ -24,11 +24,12 @@ from benchmarks.speed.tables import bars_table
 from benchmarks.speed.works import LOCAL
 
 FLOORS: Final = (
-    *("memcpy", "memcpy-new", "files", "sums", "sums-threads", "grpc-files"),
+    *("memcpy", "memcpy-new", "files", "sums", "sums-threads", "copies-threads"),
+    "grpc-files",
 )
 CONTENDERS: Final = (*FLOORS, *LOCAL, "orbax", "orbax-raw")
 DEFAULT: Final = (
-    *("memcpy", "memcpy-new", "sums", "sums-threads", "grpc-files"),
+    *("memcpy", "memcpy-new", "sums", "sums-threads", "copies-threads", "grpc-files"),
     *(
         "embedded",
         "embedded-none",

@@ -96,7 +96,7 @@ class Store:
             bucket, catalog, journal, references, clock=clock
         )
         retention = RetentionEnforcer(
-            catalog, lifecycle, references, journal, clock=clock
+            bucket, catalog, lifecycle, references, journal, clock=clock
         )
         reserve, recent_commits = Reserve(bucket), RecentCommits()
         return cls(

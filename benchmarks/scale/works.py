@@ -178,15 +178,18 @@ def retain_after_commit(sizes: Sequence[int]) -> Rows:
 
 
 def _save_under(gcs: FakeGcs, steps: int, *, has_policy: bool) -> Cost:
-    """Returns the cost of the second save, so that what the first one built counts."""
+    """Returns the cost of the first save of processes, after one of others."""
     made = MultipliedStore(gcs, f"gs://{BUCKET}/retention-{has_policy}")
     made.add_steps(steps)
     with ExitStack() as stack:
         run = stack.enter_context(store.connect(made.root)).run(str(RUN))
-        run.retention.set(store.KeepLatest(10**6)) if has_policy else None
-        job = ProcessThreads(stack, made.root, 4)
-        job.save(steps)
+        if has_policy:
+            run.retention.set(store.KeepLatest(10**6))
+            run.retention.apply()
+            time.sleep(RETENTION_SECONDS)
+        ProcessThreads(stack, made.root, 4).save(steps)
         time.sleep(RETENTION_SECONDS)
+        job = ProcessThreads(stack, made.root, 4)
         again = partial(job.save, steps + 1)
         return count(gcs, again, later_seconds=RETENTION_SECONDS)
 

@@ -64,6 +64,8 @@ _SLACK: Final = timedelta(hours=1)
 MAX_KNOWN: Final = 10_000
 """Maximum namespaces whose last number is remembered; others are listed."""
 
+MAX_OWN: Final = 1000
+"""Maximum announcements of this process in memory, each of some 200 bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class Journal:
         self._clock = clock
         # Number of an announcement that exists or existed; 0 for none.
         self._known: LRUCache[str, int] = LRUCache(max_known)
+        # What this process has written lately; an announcement never changes.
+        self._own: LRUCache[tuple[str, int], pb.Announcement] = LRUCache(MAX_OWN)
         # Entries live as long as a caller holds them.
         self._announcing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._landings: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
@@ -108,6 +112,7 @@ class Journal:
             #    trim the numbers before it.
             if await self._is_next(namespace, number):
                 return number
+            self._own.pop((namespace, number), None)
         raise _overtaken(namespace)
 
     async def look_up(self, namespace: str) -> None:
@@ -135,6 +140,12 @@ class Journal:
         path = layout.announcement(namespace, number)
         found = await read_record(self._bucket, path, pb.Announcement)
         return found and found[0]
+
+    async def recall(self, namespace: str, number: int) -> pb.Announcement | None:
+        """Returns an announcement that this process has written, also if it was trimmed
+        since; otherwise like ``read``."""
+        own = self._own.get((namespace, number))
+        return own or await self.read(namespace, number)
 
     async def following(
         self, namespace: str, after: int, *, limit: int
@@ -281,6 +292,7 @@ class Journal:
                         )
                     continue
                 self._note(namespace, number)
+                self._own[namespace, number] = record
                 return number
         raise _overtaken(namespace)
 

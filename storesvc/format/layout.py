@@ -111,6 +111,11 @@ class RunPaths:
         return f"{self.root}recent{_SUFFIX}"
 
     @property
+    def committed(self) -> str:
+        """Path of what retention knows of the committed checkpoints."""
+        return f"{self.root}committed{_SUFFIX}"
+
+    @property
     def checkpoints(self) -> str:
         """Prefix of the slots, in ascending order of steps, and of nothing else."""
         return f"{self.root}checkpoints/"

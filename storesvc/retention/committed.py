@@ -1,8 +1,9 @@
-"""Keeps in memory what a policy needs to know of the committed checkpoints of a run.
+"""Remembers what a policy needs to know of the committed checkpoints of a run.
 
 A policy is applied after each commit, and all slots of a long run are many. So they are
-read once, and then only those whose changes the journal has announced since. The memory
-is right because each change is announced before it is made:
+read once, and then only those whose changes the journal has announced since. For other
+processes, what is remembered is written to the bucket (``CommittedCheckpoints``).
+The memory is right because each change is announced before it is made:
 
 1. What is announced and not yet made is read again until it is made or can no longer be
    (``resolve``), also if it was announced shortly before the slots were read.
@@ -12,10 +13,11 @@ is right because each change is announced before it is made:
    their names before it deletes a checkpoint by what is in memory.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Final
 
@@ -23,7 +25,12 @@ from cachetools import LRUCache
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal, expired_token_error
-from storesvc.catalog.records import record_etag
+from storesvc.catalog.records import (
+    read_record,
+    record_etag,
+    seal_record,
+    timestamp,
+)
 from storesvc.catalog.slots import COMMITTED
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -31,9 +38,11 @@ from storesvc.errors import (
     FormatUnsupportedError,
     ResumeTokenExpiredError,
 )
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, TagName
 from storesvc.lifecycle.holds import References
 from storesvc.retention.policy import Candidate
+from storesvc.storage.bucket import Bucket
 from storesvc.storage.requests import gather_each
 from storesvc.watch.events import (
     Held,
@@ -56,6 +65,20 @@ MAX_CHANGES: Final = 1000
 LIFETIME_SECONDS: Final = 86_400.0
 """Time after which all slots are read again."""
 
+LEAST_WRITTEN: Final = 64
+"""Checkpoints from which on they are written for other processes; fewer are read as
+soon."""
+
+FEW_CHANGES: Final = 2
+"""Announcements that are read rather than what other processes have written."""
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+_ID_BYTES: Final = 16
+"""Bytes of an upload's id, and of an etag."""
+
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known(Candidate):
@@ -77,14 +100,22 @@ class Committed:
     """Announcements that were seen, and those whose changes were not made yet."""
     elapsed: float
     """``Clock.elapsed`` when all slots were read."""
+    is_written: bool = False
+    """True if it was written for other processes, and has not changed since."""
 
 
 class CommittedCheckpoints:
     """Reads the committed checkpoints of runs, and remembers them."""
 
     def __init__(
-        self, catalog: Catalog, references: References, journal: Journal, clock: Clock
+        self,
+        bucket: Bucket,
+        catalog: Catalog,
+        references: References,
+        journal: Journal,
+        clock: Clock,
     ) -> None:
+        self._bucket = bucket
         self._catalog = catalog
         self._references = references
         self._journal = journal
@@ -120,29 +151,64 @@ class CommittedCheckpoints:
         return made
 
     async def update(self, run: RunName) -> Committed:
-        """Returns the committed checkpoints of a run: those in memory, with what has
-        changed since; otherwise as ``read``."""
+        """Returns the committed checkpoints of a run: those in memory, or those that a
+        process has written, with what has changed since; otherwise as ``read``."""
         kept = self._kept.pop(run, None)  # until it is complete
-        if kept is None or self._clock.elapsed() - kept.elapsed > LIFETIME_SECONDS:
-            return await self.read(run)
-        with suppress(
-            CorruptDataError, FormatUnsupportedError, ResumeTokenExpiredError
-        ):
-            await self._catch_up(run, kept)
-            self._kept[run] = kept
-            return kept
+        tail = await self._journal.tail(run.namespace)
+        if kept is None or tail - kept.position.last > FEW_CHANGES:
+            found = await self._read_written(run)
+            if found and (not kept or found.position.last > kept.position.last):
+                kept = found
+        if kept is not None and self._is_valid(kept, tail):
+            with suppress(
+                CorruptDataError, FormatUnsupportedError, ResumeTokenExpiredError
+            ):
+                await self._catch_up(run, kept, tail)
+                self._kept[run] = kept
+                return kept
         return await self.read(run)
+
+    async def write(self, run: RunName) -> None:
+        """Writes the checkpoints in memory for other processes, if they are many and
+        have changed."""
+        kept = self._kept.get(run)
+        if kept is None or kept.is_written or len(kept.known) < LEAST_WRITTEN:
+            return
+        kept.is_written = True
+        age = timedelta(seconds=self._clock.elapsed() - kept.elapsed)
+        record, path = _pack(kept, self._clock.now() - age), RunPaths(run).committed
+        # Unconditionally: an older one with more announcements is as good.
+        await self._bucket.write(path, seal_record(path, record))
 
     async def is_current(self, run: RunName, committed: Committed) -> bool:
         """Returns whether all the checkpoints still have a slot."""
         return committed.known.keys() <= {*await self._catalog.steps(run)}
 
-    async def _catch_up(self, run: RunName, kept: Committed) -> None:
-        tail = await self._journal.tail(run.namespace)
+    async def _read_written(self, run: RunName) -> Committed | None:
+        path = RunPaths(run).committed
+        try:
+            found = await read_record(self._bucket, path, pb.CommittedCheckpoints)
+            if found is None:
+                return None
+            age = self._clock.now() - found[0].read_time.ToDatetime(UTC)
+            # A clock may be behind that of the process that has written it.
+            elapsed = self._clock.elapsed() - abs(age.total_seconds())
+            return _unpack(found[0], elapsed)
+        except (CorruptDataError, FormatUnsupportedError, LookupError, ValueError) as e:
+            _log.warning("%s; all slots of %s are read", e, run)
+            return None
+
+    def _is_valid(self, committed: Committed, tail: int) -> bool:
+        # A bucket may be a copy that was made while it changed.
+        is_of_journal = committed.position.last <= tail
+        age = self._clock.elapsed() - committed.elapsed
+        return is_of_journal and age <= LIFETIME_SECONDS
+
+    async def _catch_up(self, run: RunName, kept: Committed, tail: int) -> None:
         numbers = [*numbers_to_resolve(kept.position, tail)]
         if len(numbers) > MAX_CHANGES:
             raise expired_token_error(run.namespace)
-        read = partial(self._journal.read, run.namespace)
+        read = partial(self._journal.recall, run.namespace)
         own = list[tuple[int, pb.Announcement]]()
         for number, one in zip(numbers, await gather_each(read, numbers), strict=True):
             if one is None:
@@ -168,6 +234,7 @@ class CommittedCheckpoints:
                 committed.known.pop(one.step, None)
                 if isinstance(found, pb.CheckpointRecord) and found.state == COMMITTED:
                     committed.known[one.step] = _describe(found)
+            committed.is_written = False
         if any(one.tag for _, one in changes):
             committed.tags = await self._references.find_tags(run)
 
@@ -193,3 +260,66 @@ def _describe(record: pb.CheckpointRecord) -> Known:
         metrics=dict(record.metrics),
         pinned=record.pinned,
     )
+
+
+def _pack(committed: Committed, read_time: datetime) -> pb.CommittedCheckpoints:
+    known = [*committed.known.values()]
+    record = pb.CommittedCheckpoints(
+        last=committed.position.last,
+        pending=committed.position.pending,
+        read_time=timestamp(read_time),
+        step=[one.step for one in known],
+        uid=bytes.fromhex("".join(one.uid for one in known)),
+        etag=bytes.fromhex("".join(one.etag.strip('"') for one in known)),
+        own_bytes=[one.own_bytes for one in known],
+        commit_time=[(one.commit_time - _EPOCH) // _MICROSECOND for one in known],
+        pinned=[one.pinned for one in known],
+        tags=committed.tags,
+    )
+    for at, one in enumerate(known):
+        for name, value in one.metrics.items():
+            column = record.metrics[name]
+            column.index.append(at)
+            column.value.append(value)
+    return record
+
+
+def _unpack(record: pb.CommittedCheckpoints, elapsed: float) -> Committed:
+    """Returns what a process has written.
+
+    Raises:
+        LookupError, ValueError: The record has more values of one kind than of another.
+    """
+    metrics = [dict[str, float]() for _ in record.step]
+    for name, column in record.metrics.items():
+        for at, value in zip(column.index, column.value, strict=True):
+            metrics[at][name] = value
+    columns = (
+        *(record.step, _cut_ids(record.uid), _cut_ids(record.etag), record.own_bytes),
+        *(record.commit_time, record.pinned, metrics),
+    )
+    known = {
+        step: Known(
+            step=step,
+            uid=uid,
+            etag=f'"{etag}"',
+            own_bytes=own_bytes,
+            commit_time=_EPOCH + committed_at * _MICROSECOND,
+            pinned=pinned,
+            metrics=values,
+        )
+        for step, uid, etag, own_bytes, committed_at, pinned, values in zip(
+            *columns, strict=True
+        )
+    }
+    return Committed(
+        known=known,
+        tags=dict(record.tags),
+        position=Position(record.last, tuple(record.pending)),
+        elapsed=elapsed,
+        is_written=True,
+    )
+
+
+def _cut_ids(ids: bytes) -> list[str]:
+    return [ids[at : at + _ID_BYTES].hex() for at in range(0, len(ids), _ID_BYTES)]

@@ -37,6 +37,7 @@ from storesvc.retention.policy import (
     decide,
     list_metrics,
 )
+from storesvc.storage.bucket import Bucket
 from storesvc.storage.requests import gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
@@ -100,6 +101,7 @@ class RetentionEnforcer:
 
     def __init__(
         self,
+        bucket: Bucket,
         catalog: Catalog,
         lifecycle: CheckpointLifecycle,
         references: References,
@@ -111,7 +113,9 @@ class RetentionEnforcer:
         self._lifecycle = lifecycle
         self._references = references
         self._clock = clock
-        self._committed = CommittedCheckpoints(catalog, references, journal, clock)
+        self._committed = CommittedCheckpoints(
+            bucket, catalog, references, journal, clock
+        )
 
     async def check(self, run: RunName, policy: retention_pb2.RetentionPolicy) -> None:
         """Rejects a policy with a metric that no checkpoint of the run has, if the run
@@ -165,6 +169,10 @@ class RetentionEnforcer:
                 continue
             after = await self._delete_all(run, doomed, newest, delay)
             yield [after.get(outcome.step, outcome) for outcome in page]
+
+    async def write_committed(self, run: RunName) -> None:
+        """Writes what ``apply`` has read of a run, for processes that know nothing."""
+        await self._committed.write(run)
 
     async def _judge(
         self,

@@ -250,6 +250,8 @@ async def _apply_retention(store: Store, *, is_collected: bool) -> None:
                 with _log_errors(f"the hint of the newest checkpoint of {run}"):
                     await store.catalog.write_hint(run)
                 deleted = await store.collector.retain(run)
+                with _log_errors(f"the committed checkpoints of {run}"):
+                    await store.retention.write_committed(run)
                 if deleted and not is_collected:
                     await _warn_uncollected(store, run, deleted)
         except asyncio.CancelledError:

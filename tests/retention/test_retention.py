@@ -304,6 +304,7 @@ def retained(world: World, policy: store.RetentionPolicy | None) -> World:
 
 def retaining(process: Process) -> RetentionEnforcer:
     return RetentionEnforcer(
+        process.bucket,
         process.catalog,
         process.lifecycle,
         process.references,

@@ -179,7 +179,7 @@ class Process:
 
     def __init__(self, world: World, *, skew: timedelta = timedelta()) -> None:
         self.clock: Clock = SkewedClock(world, skew)
-        bucket = ShuffledBucket(world)
+        self.bucket = bucket = ShuffledBucket(world)
         self.catalog = Catalog(bucket)
         self.journal = journal = Journal(bucket, clock=self.clock)
         self.references = References(bucket, self.catalog, clock=self.clock)

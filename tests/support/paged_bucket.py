@@ -1,17 +1,24 @@
 """A bucket in memory that lists in pages, as one on the network."""
 
 from storesvc.catalog import numbered
-from storesvc.storage.bucket import Generation, Stored
+from storesvc.storage.bucket import ALWAYS, Generation, Stored, WriteCondition
 from storesvc.storage.object_bucket import TensorStoreBucket
 
 
 class PagedBucket(TensorStoreBucket):
-    """Counts the requests that the calls of its lists would send, and their names, and
-    reads."""
+    """Counts the requests that the calls of its lists would send, and their names,
+    reads and writes."""
 
     lists = 0
     names = 0
     reads = 0
+    writes = 0
+
+    async def write(
+        self, path: str, data: bytes, *, condition: WriteCondition = ALWAYS
+    ) -> Generation:
+        self.writes += 1
+        return await super().write(path, data, condition=condition)
 
     async def read(self, path: str) -> Stored | None:
         self.reads += 1
@@ -38,4 +45,4 @@ class PagedBucket(TensorStoreBucket):
 
     def clear(self) -> None:
         """Counts from here on."""
-        self.lists = self.names = self.reads = 0
+        self.lists = self.names = self.reads = self.writes = 0

@@ -10,6 +10,7 @@ The objects in the bucket of a store. The layout, below the root:
     journal/<namespace>/<number, 20 digits>.binpb     Sealed(Announcement)
     data/<namespace>/<run>/
         recent.binpb                                  Sealed(RecentCheckpoint)
+        committed.binpb                               Sealed(CommittedCheckpoints)
         checkpoints/<step, 20 digits>.binpb           Sealed(CheckpointRecord)
         manifests/<upload>-<digest>.binpb             Manifest
         files/<upload>-<digest>.binpb                 FileTable
@@ -652,6 +653,143 @@ class RecentCheckpoint(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["generation", b"generation", "slot", b"slot", "stride", b"stride"]) -> None: ...
 
 Global___RecentCheckpoint: typing_extensions.TypeAlias = RecentCheckpoint
+
+@typing.final
+class CommittedCheckpoints(google.protobuf.message.Message):
+    """What a retention policy needs to know of the committed checkpoints of a run, all of
+    which a process has read; with the announcements after `last` it is current. Written
+    without a condition, as an older one with more announcements is as good. Without it,
+    the slots are read.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class MetricsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> Global___CommittedCheckpoints.MetricColumn: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: Global___CommittedCheckpoints.MetricColumn | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class TagsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class MetricColumn(google.protobuf.message.Message):
+        """A metric of the checkpoints that have it."""
+
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        INDEX_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        @property
+        def index(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+            """Indices in `step`, from 0 on."""
+
+        @property
+        def value(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+            """Values; same length as `index`."""
+
+        def __init__(
+            self,
+            *,
+            index: collections.abc.Iterable[builtins.int] | None = ...,
+            value: collections.abc.Iterable[builtins.float] | None = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["index", b"index", "value", b"value"]) -> None: ...
+
+    LAST_FIELD_NUMBER: builtins.int
+    PENDING_FIELD_NUMBER: builtins.int
+    READ_TIME_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    OWN_BYTES_FIELD_NUMBER: builtins.int
+    COMMIT_TIME_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    METRICS_FIELD_NUMBER: builtins.int
+    TAGS_FIELD_NUMBER: builtins.int
+    last: builtins.int
+    """Number of the last announcement that was seen."""
+    uid: builtins.bytes
+    """Ids of the uploads, 16 bytes each."""
+    etag: builtins.bytes
+    """Etags, which are digests of 16 bytes."""
+    @property
+    def pending(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Numbers of earlier announcements whose changes were not made yet, ascending."""
+
+    @property
+    def read_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Time at which all slots were read."""
+
+    @property
+    def step(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Steps. The fields below have a value for each, in the same order."""
+
+    @property
+    def own_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As in `CheckpointRecord`."""
+
+    @property
+    def commit_time(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Times of the commits, in microseconds since 1970."""
+
+    @property
+    def pinned(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+        """True if it is pinned."""
+
+    @property
+    def metrics(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___CommittedCheckpoints.MetricColumn]:
+        """Metrics by name."""
+
+    @property
+    def tags(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Tags by the ids of their uploads."""
+
+    def __init__(
+        self,
+        *,
+        last: builtins.int = ...,
+        pending: collections.abc.Iterable[builtins.int] | None = ...,
+        read_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        step: collections.abc.Iterable[builtins.int] | None = ...,
+        uid: builtins.bytes = ...,
+        etag: builtins.bytes = ...,
+        own_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        commit_time: collections.abc.Iterable[builtins.int] | None = ...,
+        pinned: collections.abc.Iterable[builtins.bool] | None = ...,
+        metrics: collections.abc.Mapping[builtins.str, Global___CommittedCheckpoints.MetricColumn] | None = ...,
+        tags: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["read_time", b"read_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["commit_time", b"commit_time", "etag", b"etag", "last", b"last", "metrics", b"metrics", "own_bytes", b"own_bytes", "pending", b"pending", "pinned", b"pinned", "read_time", b"read_time", "step", b"step", "tags", b"tags", "uid", b"uid"]) -> None: ...
+
+Global___CommittedCheckpoints: typing_extensions.TypeAlias = CommittedCheckpoints
 
 @typing.final
 class CheckpointRecord(google.protobuf.message.Message):

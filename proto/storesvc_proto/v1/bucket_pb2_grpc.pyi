@@ -10,6 +10,7 @@ The objects in the bucket of a store. The layout, below the root:
     journal/<namespace>/<number, 20 digits>.binpb     Sealed(Announcement)
     data/<namespace>/<run>/
         recent.binpb                                  Sealed(RecentCheckpoint)
+        committed.binpb                               Sealed(CommittedCheckpoints)
         checkpoints/<step, 20 digits>.binpb           Sealed(CheckpointRecord)
         manifests/<upload>-<digest>.binpb             Manifest
         files/<upload>-<digest>.binpb                 FileTable

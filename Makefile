@@ -150,7 +150,7 @@ deploy-test: $(INSTALLED)
 # hours. `python -m benchmarks NAME` runs one. EasyDeL takes part if
 # `make test-easydel` has created its environment, torch if it is installed.
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.scale --assert
 	$(BIN)/python -m benchmarks.speed
 
 # Faults of a machine at every point of a store's work: an hour, as root for the parts

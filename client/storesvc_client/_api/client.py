@@ -297,7 +297,6 @@ def connect(
 
 
 _TRANSFERS: Final = (
-    "tenacity",
     "storesvc_client._pytree.jax_job",
     "storesvc_client._pytree.restore_target",
     "storesvc_client._pytree.save_plan",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from storesvc_client._items.values import PerProcess, Replicated
     from storesvc_client._pictures.leaf_statistics import LeafStatistics
+    from storesvc_client._pictures.plots import Plot
     from storesvc_client._pictures.svg import Picture
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._restore.items import Items
@@ -80,7 +81,6 @@ if TYPE_CHECKING:
         parse_policy,
     )
     from storesvc_client._values.triggers import Minutes, Raise, Steps, Tolerate
-    from storesvc_client._views.plots import Plot
     from storesvc_client.errors import (
         AlreadyExistsError,
         ConflictError,
@@ -190,81 +190,43 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "AuditEntries": "_api.client",
-    "AuditEntry": "_values.models",
-    "Client": "_api.client",
-    "connect": "_api.client",
-    "doctor": "_doctor.doctor",
-    **dict.fromkeys(("Diagnosis", "Finding"), "_doctor.findings"),
-    **dict.fromkeys(("Collected", "Usage"), "_api.groups"),
-    **dict.fromkeys(
-        ("ForeignCheckpoint", "ForeignInfo", "ForeignRun", "open_foreign"),
-        "_foreign.mount",
-    ),
-    "Hold": "_api.groups",
-    "Loop": "_api.loop",
-    "ExportReport": "_export.exporting",
-    "OpenCheckpoint": "_restore.checkpoint",
-    "Items": "_restore.items",
-    **dict.fromkeys(("PerProcess", "Replicated"), "_items.values"),
-    **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
-    **dict.fromkeys(("Progress", "ProgressCallback"), "_telemetry.progress"),
-    "Identity": "_values.models",
-    "Quota": "_values.models",
-    "LeafStatistics": "_pictures.leaf_statistics",
-    "Picture": "_pictures.svg",
-    "Plot": "_views.plots",
-    "StepLogger": "_telemetry.events",
-    "Transfer": "_values.models",
-    "progress_bar": "_telemetry.progress",
-    "Run": "_api.run",
-    "Save": "_save.saver",
-    **dict.fromkeys(
-        (
-            "KeepBest",
-            "KeepEvery",
-            "KeepLatest",
-            "KeepNewerThan",
-            "KeepPinned",
-            "KeepSteps",
-            "KeepTagged",
-            "RetentionPolicy",
+    name: module
+    for module, names in {
+        "_api.client": "AuditEntries Client connect",
+        "_api.groups": "Collected Hold Usage",
+        "_api.loop": "Loop",
+        "_api.run": "Run",
+        "_doctor.doctor": "doctor",
+        "_doctor.findings": "Diagnosis Finding",
+        "_export.exporting": "ExportReport",
+        "_foreign.mount": "ForeignCheckpoint ForeignInfo ForeignRun open_foreign",
+        "_items.values": "PerProcess Replicated",
+        "_pictures.leaf_statistics": "LeafStatistics",
+        "_pictures.plots": "Plot",
+        "_pictures.svg": "Picture",
+        "_restore.checkpoint": "OpenCheckpoint",
+        "_restore.items": "Items",
+        "_save.saver": "Save",
+        "_telemetry.events": "StepLogger",
+        "_telemetry.progress": "Progress ProgressCallback progress_bar",
+        "_telemetry.reports": (
+            "PhaseSpan ProcessReading Rehearsal RestoreReport SaveReport SaveTrace "
+            "WriterReport"
         ),
-        "_values.policies",
-    ),
-    **dict.fromkeys(("format_policy", "parse_policy"), "_values.policies"),
-    **dict.fromkeys(("Minutes", "Raise", "Steps", "Tolerate"), "_values.triggers"),
-    **dict.fromkeys(
-        ("Damage", "Diff", "ItemDifference", "LeafDifference", "Verification"),
-        "_values.models",
-    ),
-    **dict.fromkeys(
-        (
-            "PhaseSpan",
-            "ProcessReading",
-            "Rehearsal",
-            "RestoreReport",
-            "SaveReport",
-            "SaveTrace",
-            "WriterReport",
+        "_values.models": (
+            "AuditEntry Checkpoint Damage Diff Event HoldInfo Identity "
+            "ItemDifference ItemInfo LeafDifference LeafInfo Quota "
+            "RetentionDecision RunInfo ServerInfo Tag Transfer UploadInfo "
+            "Verification"
         ),
-        "_telemetry.reports",
-    ),
-    **dict.fromkeys(
-        (
-            "Checkpoint",
-            "Event",
-            "HoldInfo",
-            "ItemInfo",
-            "LeafInfo",
-            "RetentionDecision",
-            "RunInfo",
-            "ServerInfo",
-            "Tag",
-            "UploadInfo",
+        "_values.options": "Distributed SaveOptions",
+        "_values.policies": (
+            "KeepBest KeepEvery KeepLatest KeepNewerThan KeepPinned KeepSteps "
+            "KeepTagged RetentionPolicy format_policy parse_policy"
         ),
-        "_values.models",
-    ),
+        "_values.triggers": "Minutes Raise Steps Tolerate",
+    }.items()
+    for name in names.split()
 }
 """Module of each public name; all other names are in ``errors``."""
 

@@ -31,6 +31,7 @@ from storesvc_client._api.groups import (
 )
 from storesvc_client._api.loop import Loop
 from storesvc_client._api.opening import Opening
+from storesvc_client._pictures.plots import Plot, make_plot
 from storesvc_client._rpc.connection import OnDamage, RunStub
 from storesvc_client._rpc.retry import BEGINNINGS
 from storesvc_client._save.saver import PendingSave, RunSaver, Save, checked_step
@@ -44,6 +45,7 @@ from storesvc_client._values.arguments import (
     duration_message,
 )
 from storesvc_client._values.key_patterns import Patterns
+from storesvc_client._values.messages import read_message
 from storesvc_client._values.models import (
     Checkpoint,
     Damage,
@@ -73,7 +75,6 @@ from storesvc_client._values.options import (
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.triggers import RAISE, OnFailure, Trigger
 from storesvc_client._views.notebook import list_results
-from storesvc_client._views.plots import Plot, make_plot
 from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -147,6 +148,7 @@ class Run:
         """Uploads: ``list``, ``get``, ``abort``."""
         self._session = session
         self._stub = stub
+        self._opening = partial(Opening, session, stub)
         self._parts = RunParts(session, stub, saver, defaults)
 
     def __repr__(self) -> str:
@@ -359,13 +361,8 @@ class Run:
             indivisible=indivisible,
             progress=progress,
         )
-        opening = Opening(
-            self._session,
-            self._stub,
-            which,
-            distributed=distributed,
-            deadline=deadline,
-            on_damage=on_damage,
+        opening = self._opening(
+            which, distributed=distributed, deadline=deadline, on_damage=on_damage
         )
         state: Like
         _, state = opening.restore(request)
@@ -404,13 +401,8 @@ class Run:
                 join; names it.
             PeerFailedError: Other processes of the job failed; names the cause.
         """
-        opening = Opening(
-            self._session,
-            self._stub,
-            which,
-            distributed=distributed,
-            deadline=deadline,
-            on_damage=on_damage,
+        opening = self._opening(
+            which, distributed=distributed, deadline=deadline, on_damage=on_damage
         )
         return opening.open()
 
@@ -503,7 +495,7 @@ class Run:
             distributed=distributed,
             if_busy=self._parts.defaults.if_busy,
             save=self._parts.begin,
-            opening=partial(Opening, self._session, self._stub),
+            opening=self._opening,
             trouble=lambda: self._session.connection.waits.trouble,
             deleted_steps=partial(deleted_steps, self._stub),
         )
@@ -799,7 +791,8 @@ class Run:
         """
         service = MaintenanceServiceStub(self._stub.connection.channel)
         request = maintenance_api.GetUsageRequest(name=self._stub.name.resource)
-        return Usage.from_message(self.name, self._stub.ask(service.GetUsage, request))
+        response = self._stub.ask(service.GetUsage, request)
+        return read_message(Usage, response, run=self.name)
 
     def verify(
         self,
@@ -1128,7 +1121,7 @@ def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:
     try:
         with translate_rpc_errors(connection.address):
             for report in stream:
-                damages += map(Damage.from_message, report.damages)
+                damages += (read_message(Damage, each) for each in report.damages)
                 yield Verification(
                     checkpoint=checkpoint,
                     chunk_count=report.chunk_count,

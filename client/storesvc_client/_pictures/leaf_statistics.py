@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from storesvc_client._pictures.plots import Scale, Ticks, draw_y_axis, make_scale
 from storesvc_client._pictures.svg import (
     BLUE,
     Picture,
@@ -30,7 +31,6 @@ from storesvc_client._pictures.svg import (
 from storesvc_client._values.models import LeafInfo
 from storesvc_client._views.notebook import heading, table
 from storesvc_client._views.notebook import note as notebook_note
-from storesvc_client._views.plots import Scale, Ticks, make_scale
 from storesvc_client._views.tables import Column
 from storesvc_client._views.texts import (
     count_text,
@@ -227,23 +227,19 @@ def _parts(
 
 
 # margins
+_WIDTH: Final = 480.0
+_HEIGHT: Final = 240.0
 _LEFT: Final = 64.0
 _RIGHT: Final = 24.0
 _TOP: Final = 12.0
 _BOTTOM: Final = 42.0
 
 
-def draw_histogram(
-    histogram: "Histogram | None",
-    *,
-    remark: str = "",
-    width: float = 480,
-    height: float = 240,
-) -> str:
+def draw_histogram(histogram: "Histogram | None", *, remark: str = "") -> str:
     """Returns a histogram as SVG."""
     if histogram is None:
-        return note("no finite values", width=width)
-    bottom, right = height - _BOTTOM, width - _RIGHT
+        return note("no finite values", width=_WIDTH)
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     x, x_ticks = _x_axis(histogram, _LEFT, right)
     most = max(histogram.counts)
     y, y_ticks = make_scale([0.0, float(most)], bottom, _TOP, whole=True)
@@ -254,11 +250,11 @@ def draw_histogram(
     shown = fit_text(below, right - _LEFT)
     middle = (_LEFT + right) / 2
     body.append(
-        words(shown, middle, height - 8, text_anchor="middle", fill_opacity=0.7)
+        words(shown, middle, _HEIGHT - 8, text_anchor="middle", fill_opacity=0.7)
     )
     low, high = histogram.edges[0], histogram.edges[-1]
     label = f"histogram from {low:.6g} to {high:.6g}, {below}"
-    return document(body, label=label, width=width, height=height)
+    return document(body, label=label, width=_WIDTH, height=_HEIGHT)
 
 
 def _x_axis(histogram: "Histogram", start: float, end: float) -> tuple[Scale, Ticks]:
@@ -312,9 +308,7 @@ def _draw_axes(
     x: Scale, x_ticks: Ticks, y: Scale, y_ticks: Ticks, *, right: float, bottom: float
 ) -> Iterator[str]:
     """Yields the axes, lines at the ticks, and their texts as far as they fit."""
-    for at, label in y_ticks:
-        yield line(_LEFT, y(at), right, y(at), opacity=0.2)
-        yield words(label, _LEFT - 6, y(at) + 4, text_anchor="end")
+    yield from draw_y_axis(y, y_ticks, _LEFT, right)
     # 0 and the ends are named first; the others where there is room
     taken = [(-math.inf, 0.0), (right + _RIGHT, math.inf)]
     last = len(x_ticks) - 1
@@ -369,15 +363,15 @@ _SCALE_WIDTH: Final = 160.0
 
 
 def draw_heatmap(
-    means: "Means | None", shape: Sequence[int], *, remark: str = "", width: float = 480
+    means: "Means | None", shape: Sequence[int], *, remark: str = ""
 ) -> str:
     """Returns the heatmap of a leaf as SVG."""
     known = [mean for row in means or () for mean in row if mean is not None]
     if means is None or not known:
         text = "a heatmap needs two dimensions" if means is None else "no finite values"
-        return note(text, width=width)
+        return note(text, width=_WIDTH)
     columns, rows = len(means[0]), len(means)
-    size = min(width / columns, _LARGEST_BLOCK)
+    size = min(_WIDTH / columns, _LARGEST_BLOCK)
     strongest = max(abs(min(known)), abs(max(known)))
     body = [*_draw_means(means, size, strongest)]
     top = rows * size + 16
@@ -385,7 +379,7 @@ def draw_heatmap(
     lead = f", mean over {sizes_text(shape[:-2])}" if len(shape) > 2 else ""
     blocks = f"{rows} x {columns} blocks of {sizes_text(shape[-2:])}{lead}"
     caption = f"{blocks}, {remark}" if remark else blocks
-    body.append(words(fit_text(caption, width), 0, top + 22, fill_opacity=0.7))
+    body.append(words(fit_text(caption, _WIDTH), 0, top + 22, fill_opacity=0.7))
     body.append(
         element(
             "rect",
@@ -400,7 +394,7 @@ def draw_heatmap(
     )
     low, high = number_text(min(known)), number_text(max(known))
     label = f"means from {low} to {high} of {caption}"
-    return document(body, label=label, width=width, height=rows * size + _BELOW)
+    return document(body, label=label, width=_WIDTH, height=rows * size + _BELOW)
 
 
 def _draw_means(means: "Means", size: float, strongest: float) -> Iterator[str]:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 from unicodedata import east_asian_width
 
-from storesvc_client._views.plots import write_svg
 from storesvc_client._views.texts import printable, printable_lines
+from storesvc_client.errors import InvalidRequestError
 
 Style: TypeAlias = dict[str, Any]
 """Attributes of an element: texts and numbers."""
@@ -184,8 +184,45 @@ _ALONE: Final = "#767676"
 picture apart from their page, so it does not get the colour of the page's texts."""
 
 
+class Drawing:
+    """A drawing that a notebook shows, and that can be saved."""
+
+    __slots__ = ()
+
+    def _draw(self) -> tuple[str, str]:
+        """Returns the name of the picture, and its drawing."""
+        raise NotImplementedError
+
+    @property
+    def svg(self) -> str:
+        """Text of the picture as an SVG file, with grey texts and lines."""
+        return self._draw()[1].replace("<svg ", f'<svg color="{_ALONE}" ', 1)
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: "str | PathLike[str]") -> Path:
+        """Writes the picture to a file, and returns its path.
+
+        Args:
+            path: A path that ends in ``.svg``.
+
+        Raises:
+            InvalidRequestError: The path has another suffix.
+            OSError: The file cannot be written.
+        """
+        file = Path(path)
+        if file.suffix.lower() != ".svg":
+            raise InvalidRequestError(
+                f"{self._draw()[0]}: expected a file that ends in .svg, got "
+                f"{str(file)!r}"
+            )
+        file.write_text(self.svg, encoding="utf-8")
+        return file
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Picture:
+class Picture(Drawing):
     """A picture of a run, a checkpoint or a leaf, as SVG.
 
     A notebook shows it; ``svg`` is its text, and ``save`` writes that to a file.
@@ -202,22 +239,5 @@ class Picture:
     def __repr__(self) -> str:
         return f"<Picture: {printable(self.name)}>"
 
-    @property
-    def svg(self) -> str:
-        """Text of the picture as an SVG file, with grey texts and lines."""
-        return self.drawing.replace("<svg ", f'<svg color="{_ALONE}" ', 1)
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    def save(self, path: "str | PathLike[str]") -> Path:
-        """Writes the picture to a file, and returns its path.
-
-        Args:
-            path: A path that ends in ``.svg``.
-
-        Raises:
-            InvalidRequestError: The path has another suffix.
-            OSError: The file cannot be written.
-        """
-        return write_svg(self.name, self.svg, path)
+    def _draw(self) -> tuple[str, str]:
+        return self.name, self.drawing

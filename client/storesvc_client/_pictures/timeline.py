@@ -19,6 +19,13 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
+from storesvc_client._pictures.plots import (
+    Scale,
+    Ticks,
+    draw_metric,
+    draw_y_axis,
+    make_scale,
+)
 from storesvc_client._pictures.svg import (
     BLUE,
     GREEN,
@@ -36,7 +43,6 @@ from storesvc_client._pictures.svg import (
     words,
 )
 from storesvc_client._values.models import Checkpoint, HoldInfo, Tag
-from storesvc_client._views.plots import Scale, Ticks, make_scale
 from storesvc_client._views.texts import count_text, printable, time_text
 
 _GAP: Final = 6.0
@@ -255,8 +261,6 @@ _NAMES: Final = 16.0
 
 _RADIUS: Final = 4.0
 
-_Value: TypeAlias = tuple[float, float]
-
 
 def timeline(
     checkpoints: Iterable[Checkpoint],
@@ -431,54 +435,17 @@ def _metric(
         yield words(f"no finite value of {name}", _LEFT + 8, top + _METRIC / 2)
         return
     y, ticks = make_scale(drawn, bottom - 4, top + 4, whole=False)
-    for value, label in ticks:
-        yield line(_LEFT, y(value), width - _RIGHT, y(value), opacity=0.25)
-        text = label if text_width(label) < _LEFT - 8 else f"{value:.2g}"
-        yield words(text, _LEFT - 8, y(value) + 4, text_anchor="end")
+    named = [
+        (value, label if text_width(label) < _LEFT - 8 else f"{value:.2g}")
+        for value, label in ticks
+    ]
+    yield from draw_y_axis(y, named, _LEFT, width - _RIGHT)
     yield words(name, width - _RIGHT - 4, top + 8, text_anchor="end", font_weight=600)
-    for stretch in _stretches(points):
-        places = [(place(x), y(value)) for x, value in stretch]
-        if len(places) == 1:
-            yield _dot(*places[0], "")
-            continue
-        thinned = " ".join(f"{number(x)},{number(y)}" for x, y in _thin_places(places))
-        style: Style = {"stroke_width": 1.8, "stroke_linejoin": "round"}
-        yield element("polyline", points=thinned, fill="none", stroke=BLUE, **style)
-    if len(drawn) <= (width - _LEFT - _RIGHT) / (2 * BIN):
-        for (x, value), one in zip(points, ordered, strict=True):
-            if math.isfinite(value):
-                yield _dot(place(x), y(value), f"step {one.step:,}: {value:.6g}")
-
-
-def _stretches(points: Iterable[_Value]) -> Iterator[list[_Value]]:
-    """Yields the points between gaps."""
-    stretch: list[_Value] = []
-    for x, value in (*points, (0.0, math.nan)):
-        if math.isfinite(value):
-            stretch.append((x, value))
-        elif stretch:
-            yield stretch
-            stretch = []
-
-
-def _thin_places(places: Sequence[_Value]) -> Iterator[_Value]:
-    """Yields the first, lowest, highest and last place of each column of pixels."""
-    column: list[_Value] = []
-    for place in places:
-        if column and int(place[0]) != int(column[0][0]):
-            yield from _extremes(column)
-            column = []
-        column.append(place)
-    yield from _extremes(column)
-
-
-def _extremes(column: Sequence[_Value]) -> list[_Value]:
-    if len(column) <= 4:
-        return [*column]
-    heights = [y for _, y in column]
-    low, high = heights.index(min(heights)), heights.index(max(heights))
-    return [column[at] for at in sorted({0, low, high, len(column) - 1})]
-
-
-def _dot(x: float, y: float, title: str) -> str:
-    return element("circle", title=title, cx=x, cy=y, r=2.6, fill=BLUE)
+    places = (
+        (place(x), y(value), f"step {one.step:,}: {value:.6g}")
+        if math.isfinite(value)
+        else (place(x), math.nan, "")
+        for (x, value), one in zip(points, ordered, strict=True)
+    )
+    few = len(drawn) <= (width - _LEFT - _RIGHT) / (2 * BIN)
+    yield from draw_metric(places, dots=few)

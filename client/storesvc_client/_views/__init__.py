@@ -1,4 +1,4 @@
-"""Shows values to people: texts, tables of notebooks, plots of a metric.
+"""Shows values to people: texts, and tables of notebooks.
 
 It may import `storesvc_client.errors`, and nothing else of the client; it knows the
 values that it shows by their annotations only.

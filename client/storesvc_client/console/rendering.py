@@ -43,10 +43,10 @@ from storesvc_client._pictures.layer_bars import changed_shares
 from storesvc_client._pictures.layer_bars import chunk_map as chunk_map_picture
 from storesvc_client._pictures.layer_bars import layer_bars as layer_bars_picture
 from storesvc_client._pictures.layer_bars import sharding_grid as sharding_grid_picture
+from storesvc_client._pictures.plots import make_plot
 from storesvc_client._pictures.svg import BLUE, document, element, line, words
 from storesvc_client._pictures.timeline import timeline as timeline_picture
 from storesvc_client._pictures.treemap import treemap as treemap_picture
-from storesvc_client._views.plots import make_plot
 from storesvc_client._views.texts import (
     ABSENT,
     count_text,

@@ -34,7 +34,7 @@ from storesvc_client import (
     format_policy,
     parse_policy,
 )
-from storesvc_client._views.plots import make_scale
+from storesvc_client._pictures.plots import make_scale
 from storesvc_client._views.texts import json_value, order_metrics
 from storesvc_client.console.rendering import (
     RUNS,

@@ -1,9 +1,7 @@
-"""Line plots of a metric over steps, as SVG; no other library draws them.
+"""Line plots of a metric over steps, and what they share with other pictures.
 
-Greys and the blue of the line can be read on a white and on a black page, so that a
-plot needs no background. Checkpoints without the metric, or whose value is not finite,
-leave a gap. A point without neighbours is drawn as a dot, and so is every point while
-they are few.
+Checkpoints without the metric, or whose value is not finite, leave a gap. A point
+without neighbours is drawn as a dot, and so is every point while they are few.
 
 Example:
     >>> plot = Plot("loss", "prod/llama-8b", ((1, 2.5), (2, None), (3, 1.5)))
@@ -19,20 +17,27 @@ An axis has ticks at round numbers:
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from html import escape
-from os import PathLike
-from pathlib import Path
+from itertools import groupby
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from storesvc_client._pictures.svg import (
+    BLUE,
+    Drawing,
+    document,
+    element,
+    escape_text,
+    line,
+    number,
+    words,
+)
 from storesvc_client._views.texts import number_text, printable
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
     from storesvc_client._values.models import Checkpoint
-
 
 Scale: TypeAlias = Callable[[float], float]
 """Returns the place of a value on an axis."""
@@ -93,6 +98,55 @@ def _label(value: float, digits: int) -> str:
     return f"{value:.{max(digits, 2)}g}"
 
 
+def draw_y_axis(y: Scale, ticks: Ticks, left: float, right: float) -> Iterator[str]:
+    """Yields a line at each tick, and its text on the left."""
+    for at, label in ticks:
+        yield line(left, y(at), right, y(at), opacity=0.25)
+        yield words(label, left - 8, y(at) + 4, text_anchor="end")
+
+
+_Place: TypeAlias = tuple[float, float]
+
+
+def draw_metric(
+    points: Iterable[tuple[float, float, str]], *, dots: bool
+) -> Iterator[str]:
+    """Yields a line for each part between gaps, and the dots.
+
+    Args:
+        points: The place of each point, from the left, and its tooltip; a place whose
+            height is NaN is a gap.
+        dots: Whether each point has a dot; those without neighbours have one anyway.
+    """
+    for is_gap, together in groupby(points, key=lambda point: math.isnan(point[1])):
+        if is_gap:
+            continue
+        stretch = [*together]
+        if len(stretch) > 1:
+            thinned = _thin_places([(x, y) for x, y, _ in stretch])
+            yield element(
+                "polyline",
+                points=" ".join(f"{number(x)},{number(y)}" for x, y in thinned),
+                fill="none",
+                stroke=BLUE,
+                stroke_width=1.8,
+                stroke_linejoin="round",
+            )
+        if dots or len(stretch) == 1:
+            for x, y, title in stretch:
+                yield element("circle", title=title, cx=x, cy=y, r=2.6, fill=BLUE)
+
+
+def _thin_places(places: Sequence[_Place]) -> Iterator[_Place]:
+    """Yields the first, lowest, highest and last place of each column of pixels."""
+    for _, together in groupby(places, key=lambda place: int(place[0])):
+        column = [*together]
+        heights = [y for _, y in column]
+        low, high = heights.index(min(heights)), heights.index(max(heights))
+        for at in sorted({0, low, high, len(column) - 1}):
+            yield column[at]
+
+
 Point: TypeAlias = tuple[int, float | None]
 """Step and value; None where the metric is missing."""
 
@@ -107,12 +161,9 @@ _BOTTOM: Final = 46
 _MANY: Final = 80
 """Points above which only those without neighbours are drawn as dots."""
 
-_GREY: Final = "#767676"
-_BLUE: Final = "#2b83ea"
-
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Plot:
+class Plot(Drawing):
     """A plot of a metric over the steps of a run; returned by ``Run.plot``.
 
     A notebook shows it; ``svg`` is its text, and ``save`` writes that to a file.
@@ -133,41 +184,11 @@ class Plot:
         points = f"{drawn} {'point' if drawn == 1 else 'points'}"
         return f"<Plot of {printable(self.metric)} of {self.run}, {points}>"
 
-    @property
-    def svg(self) -> str:
-        """Text of the plot, as SVG."""
-        return _drawing(f"{self.metric} of {self.run}", self.points)
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    def save(self, path: "str | PathLike[str]") -> Path:
-        """Writes the plot to a file, and returns its path.
-
-        Args:
-            path: A path that ends in ``.svg``.
-
-        Raises:
-            InvalidRequestError: The path has another suffix.
-            OSError: The file cannot be written.
-        """
-        return write_svg(f"plot of {self.metric}", self.svg, path)
-
-
-def write_svg(place: str, svg: str, path: "str | PathLike[str]") -> Path:
-    """Writes a drawing to a file, and returns its path.
-
-    Raises:
-        InvalidRequestError: The path has another suffix.
-        OSError: The file cannot be written.
-    """
-    file = Path(path)
-    if file.suffix.lower() != ".svg":
-        raise InvalidRequestError(
-            f"{place}: expected a file that ends in .svg, got {str(file)!r}"
-        )
-    file.write_text(svg, encoding="utf-8")
-    return file
+    def _draw(self) -> tuple[str, str]:
+        title = f"{self.metric} of {self.run}"
+        parts = _draw_parts(title, self.points)
+        drawing = document(parts, label=title, width=_WIDTH, height=_HEIGHT)
+        return f"plot of {self.metric}", drawing
 
 
 def make_plot(run: str, metric: str, checkpoints: Iterable["Checkpoint"]) -> Plot:
@@ -196,83 +217,30 @@ def make_plot(run: str, metric: str, checkpoints: Iterable["Checkpoint"]) -> Plo
     return Plot(metric, run, tuple(sorted(points)))
 
 
-def _drawing(title: str, points: Sequence[Point]) -> str:
-    drawn = [(step, value) for step, value in points if value is not None]
-    shown = escape(printable(title))
-    start = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'font-family="sans-serif" font-size="11" fill="{_GREY}">'
-    )
-    parts = [
-        start,
-        f"<title>{shown}</title>",
-        f'<text x="{_LEFT}" y="20" font-size="14">{shown}</text>',
-    ]
-    if not drawn:
-        parts.append(f'<text x="{_LEFT}" y="{_HEIGHT / 2}">no finite value</text>')
-        return "".join([*parts, "</svg>"])
-    steps = [float(step) for step, _ in points]
-    x, x_ticks = make_scale(steps, _LEFT, _WIDTH - _RIGHT, whole=True)
-    values = [value for _, value in drawn]
-    y, y_ticks = make_scale(values, _HEIGHT - _BOTTOM, _TOP, whole=False)
-    parts += _axes(x, x_ticks, y, y_ticks)
-    parts += _line(points, x, y, dots=len(drawn) <= _MANY)
-    return "".join([*parts, "</svg>"])
-
-
-def _axes(x: Scale, x_ticks: Ticks, y: Scale, y_ticks: Ticks) -> list[str]:
-    """Returns axes, lines at the ticks, and their texts."""
+def _draw_parts(title: str, points: Sequence[Point]) -> Iterator[str]:
+    """Yields the titles, the axes and the line."""
+    yield element("title", escape_text(title))
+    yield words(title, _LEFT, 20, font_size=14)
+    values = [value for _, value in points if value is not None]
+    if not values:
+        yield words("no finite value", _LEFT, _HEIGHT / 2)
+        return
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    parts = []
-    for at, label in y_ticks:
-        parts.append(_segment(_LEFT, y(at), right, y(at), opacity=0.3))
-        parts.append(
-            f'<text x="{_LEFT - 6}" y="{y(at) + 4:.1f}" text-anchor="end">{label}'
-            "</text>"
-        )
+    x, x_ticks = make_scale(
+        [float(step) for step, _ in points], _LEFT, right, whole=True
+    )
+    y, y_ticks = make_scale(values, bottom, _TOP, whole=False)
+    yield from draw_y_axis(y, y_ticks, _LEFT, right)
     for at, label in x_ticks:
-        parts.append(_segment(x(at), bottom, x(at), bottom + 4))
-        parts.append(
-            f'<text x="{x(at):.1f}" y="{bottom + 17}" text-anchor="middle">{label}'
-            "</text>"
-        )
-    parts.append(_segment(_LEFT, _TOP, _LEFT, bottom))
-    parts.append(_segment(_LEFT, bottom, right, bottom))
-    middle = (_LEFT + right) / 2
-    parts.append(
-        f'<text x="{middle}" y="{_HEIGHT - 10}" text-anchor="middle">step</text>'
+        yield line(x(at), bottom, x(at), bottom + 4)
+        yield words(label, x(at), bottom + 17, text_anchor="middle")
+    yield line(_LEFT, _TOP, _LEFT, bottom)
+    yield line(_LEFT, bottom, right, bottom)
+    yield words("step", (_LEFT + right) / 2, _HEIGHT - 10, text_anchor="middle")
+    places = (
+        (x(step), math.nan, "")
+        if value is None
+        else (x(step), y(value), f"step {step}: {number_text(value)}")
+        for step, value in points
     )
-    return parts
-
-
-def _segment(
-    x1: float, y1: float, x2: float, y2: float, *, opacity: float = 1.0
-) -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-        f'stroke="{_GREY}" stroke-opacity="{opacity}"/>'
-    )
-
-
-def _line(points: Sequence[Point], x: Scale, y: Scale, *, dots: bool) -> list[str]:
-    """Returns a line for each part between gaps, and the dots."""
-    parts, stretch = [], list[tuple[int, float]]()
-    for step, value in [*points, (0, None)]:
-        if value is not None:
-            stretch.append((step, value))
-            continue
-        if len(stretch) > 1:
-            places = " ".join(f"{x(at):.1f},{y(v):.1f}" for at, v in stretch)
-            parts.append(
-                f'<polyline points="{places}" fill="none" stroke="{_BLUE}" '
-                'stroke-width="1.8" stroke-linejoin="round"/>'
-            )
-        if dots or len(stretch) == 1:
-            parts += [
-                f'<circle cx="{x(at):.1f}" cy="{y(v):.1f}" r="2.6" fill="{_BLUE}">'
-                f"<title>step {at}: {number_text(v)}</title></circle>"
-                for at, v in stretch
-            ]
-        stretch = []
-    return parts
+    yield from draw_metric(places, dots=len(values) <= _MANY)

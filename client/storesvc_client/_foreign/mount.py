@@ -626,7 +626,8 @@ class ForeignReader(TreeReader):
 class ForeignCheckpoint(OpenTree):
     """One checkpoint of another project; from ``ForeignRun.open``.
 
-    Threads may share it.
+    It has no document, and each process reads what its own devices need. An item that
+    cannot be read raises its error. Threads may share it.
     """
 
     _reader: ForeignReader
@@ -635,54 +636,3 @@ class ForeignCheckpoint(OpenTree):
         super().__init__(reader)
         self.info = reader.info
         """The checkpoint as its files describe it."""
-
-    def __repr__(self) -> str:
-        return f"<ForeignCheckpoint {self.name}>"
-
-    @property
-    def name(self) -> str:
-        """URL of the run, and the step after "@"."""
-        return self._reader.name
-
-    @property
-    def document(self) -> bytes:
-        """As for ``OpenCheckpoint``: no format has one."""
-        return self._reader.document
-
-    @property
-    def items(self) -> Items:
-        """As for ``OpenCheckpoint``; one that cannot be read raises its error."""
-        return self._reader.items
-
-    def restore(
-        self,
-        *,
-        deadline: DurationLike = DEFAULT_DEADLINE,
-        like: Like | None = None,
-        mesh: "Mesh | None" = None,
-        rules: "Rules | None" = None,
-        select: "Patterns | None" = None,
-        cast: "DTypeLike | None" = None,
-        missing: Literal["error", "keep"] = "error",
-        indivisible: Indivisible = "error",
-        progress: ProgressCallback | None = None,
-    ) -> Like:
-        """Returns the state of this checkpoint; ``report`` then has the timings.
-
-        ``Run.restore`` describes the arguments.
-
-        Raises:
-            StoreError: As for ``Run.restore``.
-        """
-        request = RestoreRequest(
-            like=like,
-            mesh=mesh,
-            rules=rules,
-            select=select,
-            cast=cast,
-            missing=missing,
-            indivisible=indivisible,
-            progress=progress,
-        )
-        state: Like = self._reader.restore(request, deadline)
-        return state

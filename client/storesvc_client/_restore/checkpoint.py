@@ -10,7 +10,7 @@ from contextvars import copy_context
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
@@ -41,9 +41,6 @@ from storesvc_client._values.arguments import (
 from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.models import IMPORTED, Checkpoint
 from storesvc_client._values.options import (
-    DEFAULT_DEADLINE,
-    Indivisible,
-    Like,
     RestoreRequest,
 )
 from storesvc_client.errors import (
@@ -58,13 +55,11 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
     import numpy as np
-    from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
     from storesvc_client._export.elements import RenameTable, Source
     from storesvc_client._export.exporting import ExportReport, OrbaxLayout
     from storesvc_client._pytree.restore_target import Target
-    from storesvc_client._values.options import Rules
 
 SPREAD_BYTES: Final = 64 << 20
 """Bytes read more than once across processes from which a restore is spread."""
@@ -390,59 +385,6 @@ class OpenCheckpoint(OpenTree):
         super().__init__(reader)
         self.info = reader.info
         """The checkpoint as the catalog had it when it was opened."""
-
-    def __repr__(self) -> str:
-        return f"<OpenCheckpoint {self.name}>"
-
-    @property
-    def name(self) -> str:
-        """Name of the checkpoint, ``namespace/run@step``."""
-        return self._reader.name
-
-    def restore(
-        self,
-        *,
-        deadline: DurationLike = DEFAULT_DEADLINE,
-        like: Like | None = None,
-        mesh: "Mesh | None" = None,
-        rules: "Rules | None" = None,
-        select: Patterns | None = None,
-        cast: "DTypeLike | None" = None,
-        missing: Literal["error", "keep"] = "error",
-        indivisible: Indivisible = "error",
-        progress: ProgressCallback | None = None,
-    ) -> Like:
-        """Returns the state of this checkpoint; ``report`` then has the timings.
-
-        If all processes of a job opened the checkpoint together, all of them call this,
-        with the same leaves and shardings.
-
-        Args:
-            deadline: Maximum duration, a ``timedelta`` or seconds.
-            like: As for ``Run.restore``, as are the following.
-            mesh: ...
-            rules: ...
-            select: ...
-            cast: ...
-            missing: ...
-            indivisible: ...
-            progress: ...
-
-        Raises:
-            StoreError: As for ``Run.restore``.
-        """
-        request = RestoreRequest(
-            like=like,
-            mesh=mesh,
-            rules=rules,
-            select=select,
-            cast=cast,
-            missing=missing,
-            indivisible=indivisible,
-            progress=progress,
-        )
-        state: Like = self._reader.restore(request, deadline)
-        return state
 
     def export(
         self,

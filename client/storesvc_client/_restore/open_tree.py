@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import Manifest
@@ -27,26 +27,38 @@ from storesvc_client._items.values import (
 from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.items import Items
-from storesvc_client._telemetry.progress import Meter
+from storesvc_client._telemetry.progress import Meter, ProgressCallback
 from storesvc_client._values.arguments import (
     NEVER,
     Deadline,
     DurationLike,
     checked_texts,
 )
-from storesvc_client._values.key_patterns import Pattern, matching_keys, nearest_keys
+from storesvc_client._values.key_patterns import (
+    Pattern,
+    Patterns,
+    matching_keys,
+    nearest_keys,
+)
 from storesvc_client._values.models import LeafInfo
-from storesvc_client._values.options import RestoreRequest
+from storesvc_client._values.options import (
+    DEFAULT_DEADLINE,
+    Indivisible,
+    Like,
+    RestoreRequest,
+)
 from storesvc_client._views.notebook import Leaves
 from storesvc_client.errors import NotFoundError
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
+    from jax.sharding import Mesh
+    from numpy.typing import DTypeLike, NDArray
 
     from storesvc_client._pictures.leaf_statistics import LeafStatistics
     from storesvc_client._restore.pictures import Pictures
     from storesvc_client._telemetry.reports import RestoreReport
+    from storesvc_client._values.options import Rules
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
 """Maximum bytes of leaves that ``read`` keeps in memory."""
@@ -255,9 +267,13 @@ class OpenTree:
     def __init__(self, reader: TreeReader) -> None:
         self._reader = reader
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
     @property
     def name(self) -> str:
-        """Name of the checkpoint, for messages."""
+        """Name of the checkpoint: that of its run or the URL of it, and the step after
+        "@"."""
         return self._reader.name
 
     @property
@@ -290,6 +306,51 @@ class OpenTree:
         """Bytes that ``run.save(document=)`` kept with the tree; b"" if there are
         none."""
         return self._reader.document
+
+    def restore(
+        self,
+        *,
+        deadline: DurationLike = DEFAULT_DEADLINE,
+        like: Like | None = None,
+        mesh: "Mesh | None" = None,
+        rules: "Rules | None" = None,
+        select: Patterns | None = None,
+        cast: "DTypeLike | None" = None,
+        missing: Literal["error", "keep"] = "error",
+        indivisible: Indivisible = "error",
+        progress: ProgressCallback | None = None,
+    ) -> Like:
+        """Returns the state of this checkpoint; ``report`` then has the timings.
+
+        If all processes of a job opened the checkpoint together, all of them call this,
+        with the same leaves and shardings.
+
+        Args:
+            deadline: Maximum duration, a ``timedelta`` or seconds.
+            like: As for ``Run.restore``, as are the following.
+            mesh: ...
+            rules: ...
+            select: ...
+            cast: ...
+            missing: ...
+            indivisible: ...
+            progress: ...
+
+        Raises:
+            StoreError: As for ``Run.restore``.
+        """
+        request = RestoreRequest(
+            like=like,
+            mesh=mesh,
+            rules=rules,
+            select=select,
+            cast=cast,
+            missing=missing,
+            indivisible=indivisible,
+            progress=progress,
+        )
+        state: Like = self._reader.restore(request, deadline)
+        return state
 
     def read(self, keys: Iterable[str]) -> "Generator[tuple[LeafInfo, NDArray[Any]]]":
         """Yields leaves as host arrays, in the order of the keys. Needs no jax.

@@ -11,7 +11,6 @@ from functools import partial
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -53,7 +52,7 @@ from storesvc_client._values.call_kinds import (
     AuditStage,
     Authentication,
 )
-from storesvc_client._values.messages import enum_number
+from storesvc_client._values.messages import enum_number, read_message
 from storesvc_client._values.models import (
     AuditEntry,
     Event,
@@ -393,7 +392,7 @@ class Client:
         """
         stub = AccessServiceStub(self._connection.channel)
         request = access_api.GetIdentityRequest()
-        return Identity.from_message(self._connection.ask(stub.GetIdentity, request))
+        return read_message(Identity, self._connection.ask(stub.GetIdentity, request))
 
     def test_permissions(
         self, parent: str | None = None, permissions: Sequence[str] = ()
@@ -431,7 +430,7 @@ class Client:
         stub = AccessServiceStub(self._connection.channel)
         request = access_api.GetQuotaRequest(parent=namespace_resource(namespace))
         response = self._connection.ask(stub.GetQuota, request)
-        return [Quota.from_message(each) for each in response.quotas]
+        return [read_message(Quota, each) for each in response.quotas]
 
     def audit_entries(
         self,
@@ -688,12 +687,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self.close()
             return

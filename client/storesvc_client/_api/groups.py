@@ -14,7 +14,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self, cast
 
 from storesvc.format.names import (
@@ -122,13 +121,6 @@ class Usage:
     the largest number of bytes that one checkpoint uses of the file."""
     file_count: int
     """Data files that they need."""
-
-    @classmethod
-    def from_message(
-        cls, run: str, message: maintenance_service_pb2.GetUsageResponse
-    ) -> "Usage":
-        """Returns the value of a protobuf message."""
-        return read_message(cls, message, run=run)
 
 
 def collect(
@@ -306,12 +298,7 @@ class Hold:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self.close()
         else:  # the error that ends the block is the one to see
@@ -521,7 +508,7 @@ class Retention:
         method = self._stub.service.ApplyRetention
         with translate_rpc_errors(self._stub.connection.address):
             for page in method(request, timeout=APPLY_SECONDS):
-                yield from map(RetentionDecision.from_message, page.decisions)
+                yield from map(partial(read_message, RetentionDecision), page.decisions)
 
 
 class Tags:
@@ -847,12 +834,7 @@ class _Stream:
 
 def _newest(connection: Connection, run: str) -> api.Checkpoint | None:
     """Returns the newest checkpoint of a run; None if it has none."""
-    stub = connection.checkpoints
     request = api.GetCheckpointRequest(name=f"{run}/checkpoints/latest")
     with suppress(NotFoundError):
-        for attempt in connection.attempts("GetCheckpoint"):
-            with attempt, translate_rpc_errors(connection.address):
-                return stub.GetCheckpoint(
-                    request, timeout=connection.timeout
-                ).checkpoint
+        return connection.ask(connection.checkpoints.GetCheckpoint, request).checkpoint
     return None

@@ -27,7 +27,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -530,12 +529,7 @@ class Loop:
         self._begin_quiet()
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Waits for the running save, and leaves nothing behind.
 
         A block that raised an error saves nothing: its state may be broken.

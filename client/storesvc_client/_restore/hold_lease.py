@@ -6,7 +6,6 @@ import time
 import uuid
 from datetime import UTC, datetime
 from platform import node
-from types import TracebackType
 from typing import Final, Self
 
 from storesvc.format.names import CheckpointName
@@ -165,12 +164,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def _run(self) -> None:

@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from storesvc_client._telemetry.reports import PhaseSpan
@@ -269,14 +268,9 @@ class Meter:
             self._trace.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._trace is not None:
-            self._trace.__exit__(kind, error, traceback)
+            self._trace.__exit__(None, None, None)
         with self._callback_lock:  # waits for a call that is running
             if self._callback is not None and self._error is None:
                 self._call(self._callback, is_done=True)

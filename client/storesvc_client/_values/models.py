@@ -20,7 +20,6 @@ from storesvc_client._views.texts import count_text, size_text, unicode_text
 from storesvc_client.errors import DataLossError, InvalidRequestError
 from storesvc_proto.v1 import access_service_pb2, tree_pb2
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
-from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 if TYPE_CHECKING:
@@ -52,11 +51,6 @@ class Quota:
     used: int
     """Amount in use."""
 
-    @classmethod
-    def from_message(cls, message: access_service_pb2.Quota) -> Self:
-        """Returns the value of a message."""
-        return read_message(cls, message)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
@@ -72,11 +66,6 @@ class Identity:
     """When its credential expires; None: never, or unknown."""
     is_restricted: bool
     """True if the server has a policy; if not, everything is permitted."""
-
-    @classmethod
-    def from_message(cls, message: access_service_pb2.GetIdentityResponse) -> Self:
-        """Returns the value of a message."""
-        return read_message(cls, message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,11 +253,6 @@ class RetentionDecision:
         decision = "kept" if self.kept else "deleted"
         reasons = f": {', '.join(self.reasons)}" if self.reasons else ""
         return f"<RetentionDecision step {self.step} {decision}{reasons}>"
-
-    @classmethod
-    def from_message(cls, message: api.RetentionDecision) -> "RetentionDecision":
-        """Returns the value of a protobuf message."""
-        return read_message(cls, message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -601,11 +585,6 @@ class Damage:
 
     def __repr__(self) -> str:
         return f"<Damage {self.kind}: {self.message}>"
-
-    @classmethod
-    def from_message(cls, message: maintenance_api.Damage) -> "Damage":
-        """Returns the value of a protobuf message."""
-        return read_message(cls, message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

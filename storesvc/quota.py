@@ -179,31 +179,21 @@ class _Counted:
         return max(found.reserved - listed, found.sent)
 
 
+@dataclass(eq=False, repr=False)
 class Quotas:
     """Counts calls, and rejects those above a quota."""
 
-    def __init__(
-        self,
-        rules: Callable[[], tuple[Sequence[QuotaRule], QuotaRule | None]],
-        stored: Callable[[str], Awaitable[StoredBytes]],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Creates it.
-
-        Args:
-            rules: Returns the rules of namespaces, and the rule of each principal.
-            stored: Returns what a namespace stores.
-            clock: Returns the time in seconds.
-        """
-        self._rules = rules
-        self._stored = stored
-        self._clock = clock
-        self._scopes: OrderedDict[Scope, _Counted] = OrderedDict()
-        self._held: dict[str, list[tuple[Scope, Kind, int]]] = {}
-        self._begun: dict[tuple[Scope, str], set[str]] = {}
-        """Uploads that are counted, but whose begin has not ended well yet, with the
-        request ids of the calls that begin them: of the first one, and of retries."""
+    rules: Callable[[], tuple[Sequence[QuotaRule], QuotaRule | None]]
+    """Returns the rules of namespaces, and the rule of each principal."""
+    stored: Callable[[str], Awaitable[StoredBytes]]
+    """Returns what a namespace stores."""
+    clock: Callable[[], float] = time.monotonic
+    """Returns the time in seconds."""
+    _scopes: OrderedDict[Scope, _Counted] = field(default_factory=OrderedDict)
+    _held: dict[str, list[tuple[Scope, Kind, int]]] = field(default_factory=dict)
+    _begun: dict[tuple[Scope, str], set[str]] = field(default_factory=dict)
+    """Uploads that are counted, but whose begin has not ended well yet, with the
+    request ids of the calls that begin them: of the first one, and of retries."""
 
     async def began(self, call: Call) -> None:
         """Waits for the turn of the principal, before the request is looked at."""
@@ -217,7 +207,7 @@ class Quotas:
         for scope, rule in scopes:
             if scope[0] == "namespace":
                 await self._take_turn(scope, rule)
-        now = self._clock()
+        now = self.clock()
         for scope, rule in scopes:
             self._start(call, scope, rule)
         upload = call.detail.get("name", "")
@@ -270,7 +260,7 @@ class Quotas:
         if rule is None:
             return
         name, counted = upload.resource, self._scope(("namespace", namespace))
-        found = counted.uploads.get(name) or _Upload(self._clock())
+        found = counted.uploads.get(name) or _Upload(self.clock())
         if size_bytes <= found.reserved:
             return
 
@@ -306,7 +296,7 @@ class Quotas:
         if found is None or counted.usage is None:  # it has just ended
             counted.ended_bytes += size_bytes
             return
-        found.last = self._clock()
+        found.last = self.clock()
         found.sent += size_bytes
         listed = counted.usage.uploads[upload.upload]
         await self.reserve(upload, listed + found.sent)
@@ -314,7 +304,7 @@ class Quotas:
     async def describe(self, namespace: str) -> list[access_api.Quota]:
         """Returns the quotas of a namespace and of the caller, with their usage."""
         found: list[access_api.Quota] = []
-        now = self._clock()
+        now = self.clock()
         for scope, rule in self._list_scopes(namespace, principal_name()):
             counted = self._scope(scope)
             name = f"namespaces/{scope[1]}" if scope[0] == "namespace" else scope[1]
@@ -349,7 +339,7 @@ class Quotas:
         self, namespace: str, principal: str
     ) -> Iterable[tuple[Scope, QuotaRule]]:
         """Yields the scopes of a call that have a rule."""
-        rules, of_principal = self._rules()
+        rules, of_principal = self.rules()
         if namespace and (rule := find_rule(rules, namespace)) is not None:
             yield ("namespace", namespace), rule
         if of_principal is not None:
@@ -358,7 +348,7 @@ class Quotas:
     def _scope(self, scope: Scope) -> _Counted:
         found = self._scopes.get(scope)
         if found is None:
-            found = self._scopes[scope] = _Counted(Bucket(now=self._clock()))
+            found = self._scopes[scope] = _Counted(Bucket(now=self.clock()))
         self._scopes.move_to_end(scope)
         return found
 
@@ -368,7 +358,7 @@ class Quotas:
             return
         counted = self._scope(scope)
         most_seconds = TURN_SECONDS if counted.waiting < MAX_WAITING else 0.0
-        wait = counted.bucket.take(rate, now=self._clock(), most_seconds=most_seconds)
+        wait = counted.bucket.take(rate, now=self.clock(), most_seconds=most_seconds)
         if wait is None:
             raise _exceeded_error(
                 scope,
@@ -418,7 +408,7 @@ class Quotas:
             begun.add(call.request_id)
 
     def _storage_rule(self, namespace: str) -> QuotaRule | None:
-        rule = find_rule(self._rules()[0], namespace)
+        rule = find_rule(self.rules()[0], namespace)
         is_given = rule is not None and (rule.stored_bytes or rule.stored_bytes_soft)
         return rule if is_given else None
 
@@ -461,12 +451,12 @@ class Quotas:
         if counted.usage and counted.reading.locked() and max_seconds >= USAGE_SECONDS:
             return counted.usage  # a list may take long, and what was sent since counts
         async with counted.reading:  # callers that wait take what the first has read
-            now = self._clock()
+            now = self.clock()
             if counted.usage is not None and now - counted.listed_at <= max_seconds:
                 return counted.usage
             sent = {name: found.sent for name, found in counted.uploads.items()}
             ended_bytes = counted.ended_bytes
-            usage = counted.usage = await self._stored(namespace)
+            usage = counted.usage = await self.stored(namespace)
             counted.listed_at = now
             counted.ended_bytes -= ended_bytes
             for name, found in counted.uploads.items():

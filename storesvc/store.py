@@ -92,9 +92,7 @@ class Store:
         tables = OwnTables(clock=clock)
         receipts = Receipts(bucket, uploads, reuse, tables)
         receiver = Receiver(bucket, uploads, tables)
-        lifecycle = CheckpointLifecycle(
-            bucket, catalog, journal, references, clock=clock
-        )
+        lifecycle = CheckpointLifecycle(bucket, catalog, journal, references, clock)
         retention = RetentionEnforcer(
             bucket, catalog, lifecycle, references, journal, clock=clock
         )
@@ -140,7 +138,7 @@ class Store:
             ),
             recent_commits=recent_commits,
             usage=UsageReader(bucket, catalog, RunReader(bucket, catalog)),
-            tags=Tags(bucket, catalog, journal, clock=clock),
+            tags=Tags(bucket, catalog, journal, clock),
             holds=Holds(bucket, catalog, clock=clock),
             verifier=Verifier(bucket, catalog, clock=clock),
             comparisons=Comparisons(catalog),

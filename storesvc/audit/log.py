@@ -298,37 +298,27 @@ _REJECTED: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class AuditObserver:
     """Records calls in the audit log."""
 
-    def __init__(
-        self,
-        log: AuditLog,
-        *,
-        reason_of: Callable[[BaseException], str],
-        reads: bool = False,
-        best_effort: bool = False,
-    ) -> None:
-        """Creates it.
-
-        Args:
-            log: The log.
-            reason_of: Returns the reason of an error in the contract.
-            reads: True to record all calls.
-            best_effort: True to continue calls that cannot be recorded.
-        """
-        self._audit = log
-        self._reason_of = reason_of
-        self._reads = reads
-        self._best_effort = best_effort
-        self._began: dict[str, int] = {}
-        self._intended = set[str]()
-        """Ids of calls in progress whose intent is recorded."""
-        self._allowances: TTLCache[str, tuple[float, float]] = TTLCache(10_000, 3600.0)
-        """Denials that a caller has left, and when that was counted."""
-        self._left_out = 0
-        """Denials that were not recorded since the last one that was."""
-        self._reporting: asyncio.Task[None] | None = None
+    log: AuditLog
+    reason_of: Callable[[BaseException], str]
+    """Returns the reason of an error in the contract."""
+    reads: bool = False
+    """True to record all calls."""
+    best_effort: bool = False
+    """True to continue calls that cannot be recorded."""
+    _began: dict[str, int] = field(default_factory=dict)
+    _intended: set[str] = field(default_factory=set)
+    """Ids of calls in progress whose intent is recorded."""
+    _allowances: TTLCache[str, tuple[float, float]] = field(
+        default_factory=lambda: TTLCache(10_000, 3600.0)
+    )
+    """Denials that a caller has left, and when that was counted."""
+    _left_out: int = 0
+    """Denials that were not recorded since the last one that was."""
+    _reporting: asyncio.Task[None] | None = None
 
     async def began(self, call: Call) -> None:
         """Records nothing yet: what the call is about is not known."""
@@ -344,9 +334,9 @@ class AuditObserver:
         if call.request_id in self._intended:
             return
         try:
-            await self._audit.write(entry_fields(call, stage="intent"))
+            await self.log.write(entry_fields(call, stage="intent"))
         except AuditUnavailableError:
-            if not self._best_effort:
+            if not self.best_effort:
                 raise
         self._intended.add(call.request_id)
 
@@ -356,7 +346,7 @@ class AuditObserver:
         is_intended = call.request_id in self._intended
         self._intended.discard(call.request_id)
         is_denied = call.missing is not None or isinstance(error, _REJECTED)
-        if not (is_denied or is_intended or call.method in ENDED or self._reads):
+        if not (is_denied or is_intended or call.method in ENDED or self.reads):
             return
         took = 0 if began is None else time.monotonic_ns() - began
         if is_denied and not self._admits_denial(call):
@@ -366,13 +356,13 @@ class AuditObserver:
             return
         fields = {
             **entry_fields(call, stage="denied" if is_denied else "ended"),
-            "reason": "" if error is None else self._reason_of(error),
+            "reason": "" if error is None else self.reason_of(error),
             "latency_ms": round(took / 1e6, 3),
         }
         if is_denied and self._left_out:
             fields["left_out"], self._left_out = self._left_out, 0
         try:
-            await self._audit.write(fields)
+            await self.log.write(fields)
         except AuditUnavailableError:
             _log.error("the end of call %s is not recorded", call.request_id)
 
@@ -389,7 +379,7 @@ class AuditObserver:
             return
         entry = {"time": now_text(), "stage": "denied", "left_out": count}
         try:
-            await self._audit.write(entry)
+            await self.log.write(entry)
         except AuditUnavailableError:
             self._left_out += count
             _log.error("%d denials are not recorded", self._left_out)
@@ -400,7 +390,7 @@ class AuditObserver:
         caller, now = call.principal.name if is_bound else "", time.monotonic()
         left, since = self._allowances.get(caller, (float(DENIAL_BURST), now))
         left = min(DENIAL_BURST, left + (now - since) / DENIAL_SECONDS)
-        is_admitted = left >= 1 and self._audit.has_room
+        is_admitted = left >= 1 and self.log.has_room
         self._allowances[caller] = (left - is_admitted, now)
         return is_admitted
 

@@ -15,6 +15,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -114,22 +115,18 @@ class _Known(NamedTuple):
     """When it is no longer accepted."""
 
 
+@dataclass(eq=False, repr=False)
 class Authenticator:
     """Authenticates callers by the policy in force."""
 
-    def __init__(
-        self, document: Callable[[], PolicyDocument], *, has_local: bool = True
-    ) -> None:
-        """Creates it; reads no keys.
-
-        Args:
-            document: Returns the policy in force.
-            has_local: True if callers of this machine are ``local``.
-        """
-        self._has_local = has_local
-        self._document = document
-        self._issuers: dict[Issuer, IssuerKeys] = {}
-        self._known: TTLCache[bytes, _Known] = TTLCache(KNOWN_TOKENS, KNOWN_SECONDS)
+    document: Callable[[], PolicyDocument]
+    """Returns the policy in force."""
+    has_local: bool = True
+    """True if callers of this machine are ``local``."""
+    _issuers: dict[Issuer, IssuerKeys] = field(default_factory=dict)
+    _known: TTLCache[bytes, _Known] = field(
+        default_factory=lambda: TTLCache(KNOWN_TOKENS, KNOWN_SECONDS)
+    )
 
     async def authenticate(self, context: Context) -> Principal:
         """Returns the caller of a call.
@@ -147,13 +144,13 @@ class Authenticator:
         if token is not None:
             return await self._token_principal(token)
         by_certificate = certificate_principal(
-            context.auth_context(), self._document().trust_domains
+            context.auth_context(), self.document().trust_domains
         )
         if by_certificate is not None:
             return by_certificate
-        if self._has_local and is_local(context.peer()):
+        if self.has_local and is_local(context.peer()):
             return LOCAL
-        if self._document().policy.anonymous:
+        if self.document().policy.anonymous:
             return ANONYMOUS
         raise IdentityRequiredError(
             "the call has no identity: expected a token or a client certificate, got "
@@ -162,7 +159,7 @@ class Authenticator:
 
     async def _token_principal(self, token: str) -> Principal:
         """Returns the principal of a token, verified now or recently."""
-        document, now = self._document(), datetime.now(UTC)
+        document, now = self.document(), datetime.now(UTC)
         key = hashlib.sha256(token.encode()).digest()
         known = self._known.get(key)
         # A changed policy verifies again.

@@ -343,16 +343,14 @@ _PROGRESS_DELETES: Final = 256
 """Deletions between two reports of progress."""
 
 
+@dataclass(eq=False, repr=False)
 class Sweeper:
     """Deletes the garbage of the runs of a bucket."""
 
-    def __init__(
-        self, bucket: Bucket, catalog: Catalog, runs: Runs, reserve: Reserve
-    ) -> None:
-        self._bucket = bucket
-        self._catalog = catalog
-        self._runs = runs
-        self._reserve = reserve
+    _bucket: Bucket
+    _catalog: Catalog
+    _runs: Runs
+    _reserve: Reserve
 
     async def delete(
         self, state: RunState, garbage: Garbage
@@ -567,7 +565,7 @@ class Collector:
         self._clock = clock
         seen = Observations()
         self._reader = RunReader(bucket, catalog)
-        leases = LeaseExpiry(bucket, catalog, seen, clock=clock)
+        leases = LeaseExpiry(bucket, catalog, seen, clock)
         self._expiry = Expiry(
             bucket,
             leases,
@@ -576,7 +574,7 @@ class Collector:
             references,
             History(catalog, journal, references),
             reserve,
-            clock=clock,
+            clock,
         )
         self._sweeper = Sweeper(bucket, catalog, runs, reserve)
         self._finder = GarbageFinder(

@@ -68,21 +68,14 @@ class ExpiredUpload:
     """The FREE slot to write."""
 
 
+@dataclass(eq=False, repr=False)
 class LeaseExpiry:
     """Finds expired leases in the runs of a bucket."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        catalog: Catalog,
-        observations: Observations,
-        *,
-        clock: Clock,
-    ) -> None:
-        self._bucket = bucket
-        self._catalog = catalog
-        self._observations = observations
-        self._clock = clock
+    _bucket: Bucket
+    _catalog: Catalog
+    _observations: Observations
+    _clock: Clock
 
     async def uploads(self, run: RunName, state: RunState) -> list[ExpiredUpload]:
         """Returns the uploads whose lease is over."""
@@ -196,15 +189,13 @@ _ONLY_COMMITTED: Final = {
 before it is made, so its announcement alone does not prove it."""
 
 
+@dataclass(eq=False, repr=False)
 class History:
     """Checks the slots of the runs of a bucket against their histories."""
 
-    def __init__(
-        self, catalog: Catalog, journal: Journal, references: References
-    ) -> None:
-        self._catalog = catalog
-        self._journal = journal
-        self._references = references
+    _catalog: Catalog
+    _journal: Journal
+    _references: References
 
     async def check(
         self, run: RunName, state: RunState, expired: Sequence[ExpiredUpload]
@@ -316,29 +307,18 @@ class Expirations:
         return [*self.aborted, *self.deleted, *self.purged]
 
 
+@dataclass(eq=False, repr=False)
 class Expiry:
     """Ends uploads and checkpoints of the runs of a bucket."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        leases: LeaseExpiry,
-        retention: RetentionEnforcer,
-        lifecycle: CheckpointLifecycle,
-        references: References,
-        history: History,
-        reserve: Reserve,
-        *,
-        clock: Clock,
-    ) -> None:
-        self._bucket = bucket
-        self._history = history
-        self._leases = leases
-        self._retention = retention
-        self._lifecycle = lifecycle
-        self._references = references
-        self._reserve = reserve
-        self._clock = clock
+    _bucket: Bucket
+    _leases: LeaseExpiry
+    _retention: RetentionEnforcer
+    _lifecycle: CheckpointLifecycle
+    _references: References
+    _history: History
+    _reserve: Reserve
+    _clock: Clock
 
     async def apply(self, run: RunName, state: RunState) -> Expirations:
         """Aborts expired uploads, applies the retention policy, purges what is due.

@@ -100,22 +100,15 @@ _GOOGLE: Final = "Google's token service failed"
 _AMAZON: Final = "the token service of S3 failed"
 
 
+@dataclass(eq=False, repr=False)
 class GcsIssuer:
     """Exchanges the server's token for limited ones. Thread-safe."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        source: "Credentials",
-        *,
-        clock: Clock,
-        sts_url: str = STS_URL,
-    ) -> None:
-        self._storage = storage
-        self._source = source
-        self._clock = clock
-        self._sts_url = sts_url
-        self._refreshing = threading.Lock()
+    storage: Storage
+    source: "Credentials"
+    clock: Clock
+    sts_url: str = STS_URL
+    _refreshing: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(
@@ -137,13 +130,13 @@ class GcsIssuer:
 
         try:
             with self._refreshing:
-                until = _aware(self._source.expiry)
-                is_short = until is not None and until - self._clock.now() < _LEAST_LIFE
-                if not self._source.token or is_short:
-                    self._source.refresh(_bounded_request())
-                token, until = str(self._source.token), _aware(self._source.expiry)
-            asked = self._clock.now()
-            answer = sts.Client(self._sts_url).exchange_token(
+                until = _aware(self.source.expiry)
+                is_short = until is not None and until - self.clock.now() < _LEAST_LIFE
+                if not self.source.token or is_short:
+                    self.source.refresh(_bounded_request())
+                token, until = str(self.source.token), _aware(self.source.expiry)
+            asked = self.clock.now()
+            answer = sts.Client(self.sts_url).exchange_token(
                 _bounded_request(),
                 grant_type="urn:ietf:params:oauth:grant-type:token-exchange",
                 subject_token=token,
@@ -156,7 +149,7 @@ class GcsIssuer:
             raise self._error(e) from e
         except (KeyError, TypeError, ValueError) as e:
             raise _failure_error(
-                self._storage, f"{_GOOGLE}: it returned no token"
+                self.storage, f"{_GOOGLE}: it returned no token"
             ) from e
         # User accounts get no expiry of their own: theirs is that of the source.
         life = answer.get("expires_in")
@@ -169,12 +162,12 @@ class GcsIssuer:
 
         reason = str(cause.args[0] if cause.args else cause).partition("\n")[0]
         if isinstance(cause, TransportError) or cause.retryable:
-            return _failure_error(self._storage, f"{_GOOGLE}: {reason[:_MAX_REASON]}")
+            return _failure_error(self.storage, f"{_GOOGLE}: {reason[:_MAX_REASON]}")
         return StorageDeniedError(
-            f"{self._storage.name}: Google lends no token to the server "
+            f"{self.storage.name}: Google lends no token to the server "
             f"({reason[:_MAX_REASON]}); give the server's account access to the "
             "bucket, and check that the bucket has uniform bucket-level access",
-            storage=self._storage.name,
+            storage=self.storage.name,
         )
 
 

@@ -16,6 +16,7 @@ next garbage collection.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, TypeAlias, TypeVar
 
@@ -51,23 +52,15 @@ _Slot: TypeAlias = tuple[pb.CheckpointRecord, Generation]
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointLifecycle:
     """Updates, deletes, undeletes, purges checkpoints, with the contract's errors."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        catalog: Catalog,
-        journal: Journal,
-        references: References,
-        *,
-        clock: Clock,
-    ) -> None:
-        self._bucket = bucket
-        self._catalog = catalog
-        self._journal = journal
-        self._references = references
-        self._clock = clock
+    _bucket: Bucket
+    _catalog: Catalog
+    _journal: Journal
+    _references: References
+    _clock: Clock
 
     async def update(
         self, run: RunName, step: int, change: Change, *, etag: str, write_id: str

@@ -14,6 +14,7 @@ A deleted tag stays as an empty record, from which watches learn of the deletion
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from storesvc.auth import call as access
@@ -41,16 +42,14 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class Tags:
     """Sets, deletes and lists tags, with the errors that the contract lists."""
 
-    def __init__(
-        self, bucket: Bucket, catalog: Catalog, journal: Journal, *, clock: Clock
-    ) -> None:
-        self._bucket = bucket
-        self._catalog = catalog
-        self._journal = journal
-        self._clock = clock
+    _bucket: Bucket
+    _catalog: Catalog
+    _journal: Journal
+    _clock: Clock
 
     async def set(
         self,

@@ -19,6 +19,7 @@ have the same units.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
@@ -123,18 +124,14 @@ class Reader(Generic[U]):
         memory for it."""
 
 
+@dataclass(eq=False, repr=False)
 class ReadScheduler(Generic[U]):
     """Keeps track of the units in memory and of the streams that want them."""
 
-    def __init__(self, limit: int) -> None:
-        """Creates a scheduler without units.
-
-        Args:
-            limit: Maximum bytes of the units in memory or in flight.
-        """
-        self._limit = limit
-        self._units: dict[U, UnitState] = {}
-        self._readers: set[Reader[U]] = set()
+    _limit: int
+    """Maximum bytes of the units in memory or in flight."""
+    _units: dict[U, UnitState] = field(default_factory=dict)
+    _readers: set[Reader[U]] = field(default_factory=set)
 
     @property
     def size(self) -> int:

@@ -28,6 +28,7 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
@@ -119,21 +120,17 @@ class Share:
         return self._moved_bytes / LEAST_BYTES_PER_SECOND - seconds
 
 
+@dataclass(eq=False, repr=False)
 class MessageBudget:
     """Bounds the bytes of the messages of all streams; for one event loop."""
 
-    def __init__(self, limit_bytes: int, peer_bytes: int, *, purpose: str) -> None:
-        """Creates a budget with all of its memory free.
-
-        Args:
-            limit_bytes: Maximum bytes of all streams.
-            peer_bytes: Maximum bytes of the streams of one peer.
-            purpose: Contents of the memory, for error messages: "tables".
-        """
-        self._limit_bytes = limit_bytes
-        self._peer_bytes = peer_bytes
-        self._purpose = purpose
-        self._shares: set[Share] = set()
+    limit_bytes: int
+    """Maximum bytes of all streams."""
+    peer_bytes: int
+    """Maximum bytes of the streams of one peer."""
+    purpose: str
+    """Contents of the memory, for error messages: "tables"."""
+    _shares: "set[Share]" = field(default_factory=set)
 
     @property
     def held_bytes(self) -> int:
@@ -159,13 +156,13 @@ class MessageBudget:
         clock = asyncio.get_running_loop().time
         until = clock() + WAIT_SECONDS
         # A request above the limit of a peer waits for all of it.
-        size_bytes = min(size_bytes, self._peer_bytes - share.size_bytes)
+        size_bytes = min(size_bytes, self.peer_bytes - share.size_bytes)
         share.waits = True
         try:
             while True:
                 short = size_bytes + max(
-                    self.held_bytes - self._limit_bytes,
-                    self._held_by_peer(share.peer) - self._peer_bytes,
+                    self.held_bytes - self.limit_bytes,
+                    self._held_by_peer(share.peer) - self.peer_bytes,
                 )
                 if short <= 0:
                     break
@@ -176,8 +173,8 @@ class MessageBudget:
                 )
                 if clock() >= until or is_stuck:
                     raise LimitExceededError(
-                        f"the server keeps at most {self._limit_bytes} bytes of "
-                        f"{self._purpose} in memory, and other clients use all of "
+                        f"the server keeps at most {self.limit_bytes} bytes of "
+                        f"{self.purpose} in memory, and other clients use all of "
                         "them; retry in a moment",
                         retry_seconds=RETRY_SECONDS,
                     )

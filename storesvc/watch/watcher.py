@@ -17,7 +17,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, TypeVar
 
@@ -85,27 +85,18 @@ class _Resolved:
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class ChangeCache:
     """The changes of one namespace."""
 
-    def __init__(
-        self,
-        namespace: str,
-        catalog: Catalog,
-        journal: Journal,
-        *,
-        kept: int,
-        clock: Clock,
-    ) -> None:
-        """Creates it, empty."""
-        self._namespace = namespace
-        self._catalog = catalog
-        self._journal = journal
-        self._kept = kept
-        self._clock = clock
-        self._poll = 0
-        self._announced: OrderedDict[int, pb.Announcement] = OrderedDict()
-        self._resolved: OrderedDict[int, _Resolved] = OrderedDict()
+    namespace: str
+    catalog: Catalog
+    journal: Journal
+    kept: int
+    clock: Clock
+    _poll: int = 0
+    _announced: OrderedDict[int, pb.Announcement] = field(default_factory=OrderedDict)
+    _resolved: OrderedDict[int, _Resolved] = field(default_factory=OrderedDict)
 
     def begin_poll(self, found: Iterable[tuple[int, pb.Announcement | None]]) -> None:
         """Adds announcements that were read; pending changes may have landed."""
@@ -130,17 +121,17 @@ class ChangeCache:
         elif number in self._announced:
             announcement = self._announced[number]
         else:
-            announcement = await self._journal.read(self._namespace, number)
+            announcement = await self.journal.read(self.namespace, number)
         if announcement is None:
             return None
-        name = RunName(self._namespace, announcement.run)
+        name = RunName(self.namespace, announcement.run)
         if run not in (None, name.run):
             return Change(
                 outcome=Outcome.SUPERSEDED, announcement=announcement, run=name
             )
         if resolved is None or self._is_due(resolved):
             change = await self._resolve(number, name, announcement)
-            now = self._clock.elapsed()
+            now = self.clock.elapsed()
             first = now if resolved is None else resolved.first
             resolved = _Resolved(change, self._poll, first, now)
             self._keep(self._resolved, number, resolved)
@@ -153,17 +144,17 @@ class ChangeCache:
         held: Held
         slot = tag = None
         if announcement.kind in _TAGGING:
-            tag = await self._catalog.tag_slot(TagName(run, announcement.tag))
+            tag = await self.catalog.tag_slot(TagName(run, announcement.tag))
             held = tag and tag[0]
         else:
-            slot = await self._catalog.slot(run, announcement.step)
+            slot = await self.catalog.slot(run, announcement.step)
             held = slot and slot[0]
             if held is None and announcement.kind == pb.Announcement.KIND_COMMIT:
                 # A save in one call writes a slot that it has not reserved.
-                held = await self._catalog.reservation(run, announcement.upload)
-        outcome = resolve(number, announcement, held, now=self._clock.now())
+                held = await self.catalog.reservation(run, announcement.upload)
+        outcome = resolve(number, announcement, held, now=self.clock.now())
         if outcome is Outcome.LANDED and announcement.kind in _TAGGING:
-            slot = await self._catalog.slot(run, announcement.step)
+            slot = await self.catalog.slot(run, announcement.step)
         checkpoint = slot and slot[0]
         if checkpoint and (
             checkpoint.state not in slots.CHECKPOINTS
@@ -178,13 +169,13 @@ class ChangeCache:
         """Returns whether a pending change must be resolved again."""
         if found.change.outcome is not Outcome.PENDING or found.poll == self._poll:
             return False
-        now = self._clock.elapsed()
+        now = self.clock.elapsed()
         return now - found.first < YOUNG_SECONDS or now - found.last >= OLD_SECONDS
 
     def _keep(self, found: OrderedDict[int, T], number: int, value: T) -> None:
         found[number] = value
         found.move_to_end(number)
-        if len(found) > self._kept:
+        if len(found) > self.kept:
             found.popitem(last=False)
 
 
@@ -218,27 +209,19 @@ class WatchEvent:
     """Resumes the watch after this event."""
 
 
+@dataclass(eq=False, repr=False)
 class Watcher:
     """Serves the watches of a process."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        journal: Journal,
-        *,
-        bucket: Bucket,
-        clock: Clock,
-        limits: WatchLimits = WatchLimits(),
-    ) -> None:
-        self._catalog = catalog
-        self._journal = journal
-        self._bucket = bucket
-        self._key = b""
-        self._clock = clock
-        self._limits = limits
-        self._feeds: dict[str, _Feed] = {}
-        self._watches = Counter[str]()
-        self._is_closed = False
+    catalog: Catalog
+    journal: Journal
+    bucket: Bucket
+    clock: Clock
+    limits: WatchLimits = WatchLimits()
+    _key: bytes = b""
+    _feeds: "dict[str, _Feed]" = field(default_factory=dict)
+    _watches: Counter[str] = field(default_factory=Counter)
+    _is_closed: bool = False
 
     async def watch(self, of: RunName | str, token: str) -> AsyncGenerator[WatchEvent]:
         """Yields a token at once, then events when they happen, without an end.
@@ -259,16 +242,16 @@ class Watcher:
         namespace, run, parent = _parse_watched(of)
         position = None
         if not self._key:
-            self._key = token_key(*await read_store(self._bucket))
+            self._key = token_key(*await read_store(self.bucket))
         if token:
             position = unpack_token(token, parent=parent, key=self._key)
         async with self._join_feed(namespace) as feed:
             if position is None:
                 position = feed.tip
             else:  # joined first: the feed must have come at least this far
-                await self._journal.following(namespace, position.last, limit=1)
+                await self.journal.following(namespace, position.last, limit=1)
             yield WatchEvent(None, self._token(position, parent))
-            beat = self._clock.elapsed() + self._limits.token_seconds
+            beat = self.clock.elapsed() + self.limits.token_seconds
             while True:
                 moved = feed.moved
                 async for at, change in feed.changes(position, run):
@@ -281,14 +264,14 @@ class Watcher:
                         Permission.CHECKPOINTS_WATCH, change.run
                     ):
                         yield WatchEvent(change, self._token(position, parent))
-                        beat = self._clock.elapsed() + self._limits.token_seconds
-                left = beat - self._clock.elapsed()
+                        beat = self.clock.elapsed() + self.limits.token_seconds
+                left = beat - self.clock.elapsed()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(moved.wait(), max(0, left))
                 self._check(feed)
-                if self._clock.elapsed() >= beat:
+                if self.clock.elapsed() >= beat:
                     yield WatchEvent(None, self._token(position, parent))
-                    beat = self._clock.elapsed() + self._limits.token_seconds
+                    beat = self.clock.elapsed() + self.limits.token_seconds
 
     def close(self) -> None:
         """Ends all watches, and rejects new ones."""
@@ -303,7 +286,7 @@ class Watcher:
     @asynccontextmanager
     async def _join_feed(self, namespace: str) -> "AsyncIterator[_Feed]":
         """Yields the feed of a namespace, just polled, while the context lasts."""
-        caller, most = principal_name(), self._limits.max_watches
+        caller, most = principal_name(), self.limits.max_watches
         free = most - self._watches.total()
         if not free or (is_restricted() and self._watches[caller] >= free):
             raise LimitExceededError(
@@ -315,18 +298,18 @@ class Watcher:
         if feed is None or feed.has_ended:
             cache = ChangeCache(
                 namespace,
-                self._catalog,
-                self._journal,
-                kept=self._limits.kept,
-                clock=self._clock,
+                self.catalog,
+                self.journal,
+                kept=self.limits.kept,
+                clock=self.clock,
             )
-            feed = _Feed(namespace, cache, self._journal, clock=self._clock)
+            feed = _Feed(namespace, cache, self.journal, clock=self.clock)
             self._feeds[namespace] = feed
         feed.watches += 1
         self._watches[caller] += 1
         try:
             await feed.poll()
-            feed.poll_every(self._limits.poll_seconds)
+            feed.poll_every(self.limits.poll_seconds)
             self._check(feed)
             yield feed
         finally:

@@ -100,7 +100,7 @@ def watch_gathers(
         see(own)
         return job.gather(own, processes)
 
-    reading.source._gather = gather
+    reading.source.gather = gather
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_chunk_that_the_exchange_corrupts_is_read_from_the_storage(
                 )
             return brought
 
-        reading.source._gather = gather
+        reading.source.gather = gather
         reading.read()
         return reading.found
 
@@ -380,7 +380,7 @@ def test_a_deadline_error_names_the_deadline_of_the_whole_restore(
     def part(job: ThreadProcess) -> None:
         reading = Reading(opened, job)
         if job.index == 1:
-            reading.source._inner = Slow(reading.source._inner, 0.6)
+            reading.source.inner = Slow(reading.source.inner, 0.6)
         reading.read(seconds=1.0)
 
     _, failed, _ = ThreadJob(COUNT).run(part)
@@ -452,8 +452,8 @@ def test_ctrl_c_during_an_exchange_is_raised_and_abandons_it(
         raise KeyboardInterrupt
 
     reading = Reading(opened, ThreadJob(COUNT).process(0))
-    reading.source._gather = lambda *_: never.wait(60)  # type: ignore[assignment]
-    reading.source._failure = interrupted
+    reading.source.gather = lambda *_: never.wait(60)  # type: ignore[assignment]
+    reading.source.failure = interrupted
     reading.source._error = error
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -468,7 +468,7 @@ def test_a_failed_exchange_raises_its_cause(opened: TreeReader) -> None:
         raise RuntimeError("gather") from LookupError("what jax says")
 
     reading = Reading(opened, ThreadJob(COUNT).process(0))
-    reading.source._gather = gather
+    reading.source.gather = gather
 
     with pytest.raises(RuntimeError, match="gather") as caught:
         reading.read()

@@ -184,9 +184,9 @@ class Process:
         self.journal = journal = Journal(bucket, clock=self.clock)
         self.references = References(bucket, self.catalog, clock=self.clock)
         self.lifecycle = CheckpointLifecycle(
-            bucket, self.catalog, journal, self.references, clock=self.clock
+            bucket, self.catalog, journal, self.references, self.clock
         )
-        self.tags = Tags(bucket, self.catalog, journal, clock=self.clock)
+        self.tags = Tags(bucket, self.catalog, journal, self.clock)
         self.holds = Holds(bucket, self.catalog, clock=self.clock)
 
     async def remove(self, step: int) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final, Protocol, Self, assert_never
 
@@ -261,17 +262,15 @@ def make_termination(
     return OwnTermination.begin(on_signal) or NoTermination()
 
 
+@dataclass(eq=False, repr=False)
 class TakenSteps:
     """The taken steps of one loop, the same in all processes of a job."""
 
-    def __init__(
-        self, run: str, deleted_steps: Callable[[int], tuple[int, ...]]
-    ) -> None:
-        """Begins without any; ``deleted_steps`` lists those from a step on."""
-        self._run = run
-        self._deleted_steps = deleted_steps
-        self._why = dict[int, str]()
-        """State of the checkpoint that has a step: "deleted" or "damaged"."""
+    _run: str
+    _deleted_steps: Callable[[int], tuple[int, ...]]
+    """Lists the steps of deleted checkpoints from a step on."""
+    _why: dict[int, str] = field(default_factory=dict)
+    """State of the checkpoint that has a step: "deleted" or "damaged"."""
 
     def note(
         self, start: int, decisions: Decisions | None, damaged: Iterable[int] = ()
@@ -341,37 +340,28 @@ def deleted_steps(stub: RunStub, start: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+@dataclass(eq=False, repr=False)
 class DueSteps:
     """The steps that one loop saves by its schedule, seen from one process."""
 
-    def __init__(
-        self,
-        run: str,
-        schedule: Schedule,
-        if_busy: IfBusy,
-        trouble: Callable[[], str],
-        saves: LoopSaves,
-        taken: TakenSteps,
-    ) -> None:
-        """Prepares to decide; ``trouble`` describes a wait for a server that does not
-        answer, or is ""."""
-        self.asks_at = 0
-        """Step from which on there is something to decide."""
-        self.skipped = 0
-        """Steps that were due and not saved, because of the save before."""
-        self._run = run
-        self._schedule = schedule
-        self._if_busy: IfBusy = if_busy
-        self._trouble = trouble
-        self._saves = saves
-        self._taken = taken
-        self._decisions: Decisions | None = None
-        self._is_owed = False
-        """True if the next step is saved because its predecessor could not be."""
-        self._saved_at = 0.0
-        """Time at which the last save began, or the loop."""
-        self._looked: tuple[int, float] | None = None
-        """Step and time of the last look at the clock."""
+    _run: str
+    _schedule: Schedule
+    _if_busy: IfBusy
+    _trouble: Callable[[], str]
+    """Describes a wait for a server that does not answer, or is ""."""
+    _saves: LoopSaves
+    _taken: TakenSteps
+    asks_at: int = 0
+    """Step from which on there is something to decide."""
+    skipped: int = 0
+    """Steps that were due and not saved, because of the save before."""
+    _decisions: Decisions | None = None
+    _is_owed: bool = False
+    """True if the next step is saved because its predecessor could not be."""
+    _saved_at: float = 0.0
+    """Time at which the last save began, or the loop."""
+    _looked: tuple[int, float] | None = None
+    """Step and time of the last look at the clock."""
 
     def begin(self, decisions: Decisions | None) -> None:
         """Begins the loop; None: it belongs to no job."""

@@ -398,29 +398,21 @@ ones first."""
 _VERSIONS: Final = frozenset(_VERSION_FIELDS)
 
 
+@dataclass(eq=False, repr=False)
 class RemoteLocation(Location):
     """A folder that fsspec reads. Thread-safe.
 
     fsspec's own caches are off: a list is new each time.
     """
 
-    def __init__(
-        self,
-        url: str,
-        files: Any,
-        folder: str,
-        storage: Storage | None,
-        *,
-        has_renames: bool = False,
-    ) -> None:
-        self.url = url
-        self.has_renames = has_renames
-        self._files = files
-        """File system of fsspec."""
-        self._root = folder
-        """The folder in the form of that file system."""
-        self._storage = storage
-        """The bucket as TensorStore opens it; None for other locations."""
+    url: str
+    files: Any
+    """File system of fsspec."""
+    root: str
+    """The folder in the form of that file system."""
+    storage: Storage | None
+    """The bucket as TensorStore opens it; None for other locations."""
+    has_renames: bool = False
 
     @classmethod
     def at(cls, url: str, options: Mapping[str, Any]) -> Self:
@@ -440,7 +432,7 @@ class RemoteLocation(Location):
     def size(self, path: str) -> int | None:
         place = self._place(checked_path(self.url, path))
         with self._translate_errors(path, is_absent_error=False):
-            found = self._files.info(place)
+            found = self.files.info(place)
             if found["type"] != "file":
                 return None
             if found.get("size") is None:
@@ -461,7 +453,7 @@ class RemoteLocation(Location):
                 "another checkpoint"
             )
         with self._translate_errors(path):
-            data: bytes = self._files.cat_file(self._place(path))
+            data: bytes = self.files.cat_file(self._place(path))
             return self._check_length(path, 0, size, data)
         raise AssertionError
 
@@ -475,7 +467,7 @@ class RemoteLocation(Location):
         if start == stop:
             return b""
         with self._translate_errors(path):
-            data: bytes = self._files.cat_file(place, start=start, end=stop)
+            data: bytes = self.files.cat_file(place, start=start, end=stop)
             return self._check_length(path, start, stop, data)
         raise AssertionError
 
@@ -486,8 +478,8 @@ class RemoteLocation(Location):
     def kvstore(self, folder: str = "") -> dict[str, Any]:
         inside = checked_path(self.url, folder, is_folder=True)
         below = f"{inside}/" if inside else ""
-        if self._storage is not None:
-            spec = dict(self._storage.spec)
+        if self.storage is not None:
+            spec = dict(self.storage.spec)
             return {**spec, "path": spec["path"] + below}
         url = urlsplit(self.url)
         if url.scheme in ("http", "https"):
@@ -500,29 +492,29 @@ class RemoteLocation(Location):
 
     def below(self, folder: str) -> "RemoteLocation":
         inside = checked_path(self.url, folder)
-        storage = self._storage
+        storage = self.storage
         if storage is not None:
             storage = replace(storage, spec=self.kvstore(folder))
         return RemoteLocation(
             f"{self.url.rstrip('/')}/{inside}",
-            self._files,
+            self.files,
             self._place(inside),
             storage,
             has_renames=self.has_renames,
         )
 
     def opening(self) -> AbstractContextManager[None]:
-        if self._storage is None:
+        if self.storage is None:
             return nullcontext()
-        return endpoint_in_environment(self._storage)
+        return endpoint_in_environment(self.storage)
 
     def _list_folder(self, folder: str) -> dict[str, Mapping[str, Any]]:
         """Returns the names in a folder, and what fsspec reports of each."""
         inside = checked_path(self.url, folder, is_folder=True)
         place = self._place(inside)
         with self._translate_errors(inside, is_absent_error=False):
-            self._files.invalidate_cache()
-            rows = self._files.ls(place, detail=True)
+            self.files.invalidate_cache()
+            rows = self.files.ls(place, detail=True)
             start = f"{place}/".lstrip("/")
             return {
                 f"{name}/" if row["type"] == "directory" else name: row
@@ -536,12 +528,12 @@ class RemoteLocation(Location):
         have names only."""
         if _VERSIONS.isdisjoint(row):
             with self._translate_errors(str(row["name"])):
-                row = self._files.info(row["name"])
+                row = self.files.info(row["name"])
         version = next((row[field] for field in _VERSION_FIELDS if field in row), "")
         return f"{row.get('size')} {version}"
 
     def _place(self, path: str) -> str:
-        return f"{self._root}/{path}" if path else self._root
+        return f"{self.root}/{path}" if path else self.root
 
     def _check_length(self, path: str, start: int, stop: int, data: bytes) -> bytes:
         """Returns bytes that were read, if they are all that were requested."""
@@ -656,12 +648,12 @@ class HubLocation(RemoteLocation):
         from huggingface_hub import HfApi
         from huggingface_hub.constants import REPO_TYPES_URL_PREFIXES
 
-        if self._root.startswith("buckets/"):
+        if self.root.startswith("buckets/"):
             raise InvalidRequestError(
                 f"{self.url}: expected a repository, hf://ORG/NAME, got a bucket, "
                 "which has no commits; copy the checkpoint to a disk, gs:// or s3://"
             )
-        found = self._hub.resolve_path(self._root)
+        found = self._hub.resolve_path(self.root)
         api = HfApi(endpoint=self._hub.endpoint, token=self._hub.token)
         sha = api.repo_info(
             found.repo_id, revision=found.revision, repo_type=found.repo_type

@@ -244,17 +244,14 @@ class _CopiedReading(Reading):
         self._reading.cancel()
 
 
+@dataclass(eq=False, repr=False)
 class StepFiller:
     """Reads the units of a step in order; implements ``_save.transfer.Filler``."""
 
-    def __init__(
-        self, step: ForeignStep, units: list[Unit], *, jobs: int, reading_bytes: int
-    ) -> None:
-        """Creates the filler; nothing is read yet."""
-        self._step = step
-        self._units = units
-        self._jobs = jobs
-        self._reading_bytes = reading_bytes
+    step: ForeignStep
+    units: list[Unit]
+    jobs: int
+    reading_bytes: int
 
     def fill(
         self,
@@ -281,12 +278,12 @@ class StepFiller:
     ) -> None:
         # Of a chunk in flight, the reader has two copies: as stored and as decoded.
         # Half of the staging memory is left to units that are being written.
-        limit = min(self._reading_bytes, slab_queue.budget_bytes) // 2
+        limit = min(self.reading_bytes, slab_queue.budget_bytes) // 2
         size = 0
-        for unit in self._units:
+        for unit in self.units:
             # Before the wait for memory: it may end only when these are written.
             while in_flight and (
-                len(in_flight) >= self._jobs or size + unit.size > limit
+                len(in_flight) >= self.jobs or size + unit.size > limit
             ):
                 size -= self._end(in_flight[0], slab_queue, meter)
                 in_flight.popleft()
@@ -315,7 +312,7 @@ class StepFiller:
         """Starts the reads of a unit; in one step those that can be read so."""
         groups: dict[Together | None, list[RegionRead]] = {}
         for read in unit.reads:
-            groups.setdefault(self._step.arrays[read.row].together, []).append(read)
+            groups.setdefault(self.step.arrays[read.row].together, []).append(read)
         for together, reads in groups.items():
             if together is None:
                 yield from ((read, self._begin(read, buffer)) for read in reads)
@@ -326,7 +323,7 @@ class StepFiller:
     def _read_together(
         self, together: Together, reads: Sequence[RegionRead], buffer: Bytes
     ) -> None:
-        arrays = self._step.arrays
+        arrays = self.step.arrays
         wanted = [(arrays[r.row], r.region, self._view(r, buffer)) for r in reads]
         if not together.read(wanted):
             for reading in [self._begin(read, buffer) for read in reads]:
@@ -334,7 +331,7 @@ class StepFiller:
 
     def _begin(self, read: RegionRead, buffer: Bytes) -> Reading:
         """Starts a read into the memory of its unit."""
-        array, view = self._step.arrays[read.row], self._view(read, buffer)
+        array, view = self.step.arrays[read.row], self._view(read, buffer)
         if view.flags.aligned:
             return array.read(read.region, view)
         # Small rows are back to back in a slab; formats read into aligned memory only.
@@ -343,7 +340,7 @@ class StepFiller:
 
     def _view(self, read: RegionRead, buffer: Bytes) -> NDArray[Any]:
         """Returns the array of a read in the memory of its unit."""
-        dtype = DTYPES[self._step.tree.leaves[read.row].dtype]
+        dtype = DTYPES[self.step.tree.leaves[read.row].dtype]
         size = int(np.prod(read.shape, dtype=np.int64)) * dtype.itemsize
         whole = buffer[read.start : read.start + size].view(dtype).reshape(read.shape)
         inside = tuple(slice(0, stop - start) for start, stop in read.region)
@@ -376,9 +373,9 @@ class StepFiller:
             except TimeoutError:
                 if time.monotonic() < ends:
                     continue
-                key = self._step.tree.leaves[read.row].key
+                key = self.step.tree.leaves[read.row].key
                 raise UnavailableError(
-                    f"{self._step.url} leaf {key!r}: expected its bytes within "
+                    f"{self.step.url} leaf {key!r}: expected its bytes within "
                     f"{READ_SECONDS:g} s, got no answer; check its storage, and import "
                     "again, which resumes"
                 ) from None

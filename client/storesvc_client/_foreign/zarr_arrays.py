@@ -519,32 +519,26 @@ class TensorStoreArray(ForeignArray):
         return TensorStoreRead(future, target=target, into=into, row=self._row)
 
 
+@dataclass(eq=False, repr=False)
 class TensorStoreRead(Reading):
     """A read of TensorStore."""
 
-    def __init__(
-        self,
-        future: "ts.WriteFutures",
-        *,
-        target: NDArray[Any],
-        into: NDArray[Any],
-        row: str,
-    ) -> None:
-        """Takes a read that has been started; TensorStore writes `target`, and `into`,
-        which may be the same, receives the elements in the end."""
-        self._future = future
-        self._target = target
-        self._into = into
-        self._row = row
+    future: "ts.WriteFutures"
+    """A read that has been started."""
+    target: NDArray[Any]
+    """Memory that TensorStore writes."""
+    into: NDArray[Any]
+    """Memory that receives the elements in the end; may be the same."""
+    row: str
 
     def result(self, timeout: float | None = None) -> None:
-        with translate_errors(self._row):
-            self._future.result(timeout)
-        if self._target is not self._into:
-            self._into[...] = self._target
+        with translate_errors(self.row):
+            self.future.result(timeout)
+        if self.target is not self.into:
+            self.into[...] = self.target
 
     def cancel(self) -> None:
-        self._future.cancel()
+        self.future.cancel()
 
 
 def ocdbt(base: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -148,17 +148,13 @@ def with_items(
     return whole_plan, [*values, *data]
 
 
+@dataclass(eq=False, repr=False)
 class Planner:
     """Plans saves, and caches the last plan."""
 
-    def __init__(self, job: Job | None = None) -> None:
-        """Creates a planner without a cached plan.
-
-        Args:
-            job: The processes that save each tree together; None: this process alone.
-        """
-        self._job = job
-        self._plan: Plan | None = None
+    _job: Job | None = None
+    """The processes that save each tree together; None: this process alone."""
+    _plan: Plan | None = None
 
     @collector_paused()
     def plan(self, tree: Any, structure: bytes) -> tuple[Plan, list[Any]]:

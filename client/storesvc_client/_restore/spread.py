@@ -249,45 +249,34 @@ class _Incoming:
     """Bytes received of the first one."""
 
 
+@dataclass(eq=False, repr=False)
 class PeerSource:
     """Reads stored chunks, each in one process of a job."""
 
-    def __init__(
-        self,
-        inner: ChunkSource,
-        spread: SpreadPlan,
-        manifest: Manifest,
-        *,
-        job: Job,
-        gather: Gather,
-        failure: Callable[[], str],
-        name: str,
-    ) -> None:
-        """Creates the source; nothing is read yet."""
-        self._inner = inner
-        self._spread = spread
-        self._manifest = manifest
-        self._job = job
-        self._gather = gather
-        self._failure = failure
-        self._name = name
-        self.received_bytes = 0
-        """Bytes of stored chunks received from other processes."""
-        self.read_bytes = 0
-        """Bytes of stored chunks read by this process."""
-        self.seconds = 0.0
-        """Time that this process spent reading."""
-        self._error: BaseException | None = None
+    inner: ChunkSource
+    spread: SpreadPlan
+    manifest: Manifest
+    job: Job
+    gather: Gather
+    failure: Callable[[], str]
+    name: str
+    received_bytes: int = 0
+    """Bytes of stored chunks received from other processes."""
+    read_bytes: int = 0
+    """Bytes of stored chunks read by this process."""
+    seconds: float = 0.0
+    """Time that this process spent reading."""
+    _error: BaseException | None = None
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         if not may_spread():  # a late process would receive data of this exchange
             raise UnavailableError(
-                f"restore of {self._name}: an exchange of an earlier restore of this "
+                f"restore of {self.name}: an exchange of an earlier restore of this "
                 "job has not ended; start the job again, or restore with "
                 "Distributed(spread=False)"
             )
-        stages = list(self._spread.stages(self._job.index))
+        stages = list(self.spread.stages(self.job.index))
         exchanges = [each for stage in stages for each in stage.exchanges]
         # Exchange empty messages while all processes are here: on CPUs, jax waits for
         # a first contact at most 30 s, and the reads below may take longer.
@@ -340,7 +329,7 @@ class PeerSource:
             _log.warning(
                 "restore of %s: %d chunks were corrupted in the exchange between "
                 "processes; reading them from the storage",
-                *(self._name, len(left)),
+                *(self.name, len(left)),
             )
             ahead.submit(self._read, left, assembly).result()
 
@@ -354,7 +343,7 @@ class PeerSource:
         the chunks of the others to the assembly; returns False if a process failed."""
         chunks = dict(zip(exchange.processes, exchange.chunks, strict=True))
         incoming = {process: _Incoming(deque(of)) for process, of in chunks.items()}
-        own = self._iterate_stored(chunks[self._job.index], elements)
+        own = self._iterate_stored(chunks[self.job.index], elements)
         left = _NOTHING
         for _ in range(exchange.rounds):
             memory = allocate(HEADER_BYTES + exchange.slice_bytes)
@@ -386,7 +375,7 @@ class PeerSource:
 
         def gather() -> None:
             try:
-                gathering.set_result(self._gather(memory, processes))
+                gathering.set_result(self.gather(memory, processes))
             except BaseException as e:  # noqa: BLE001 - raised by the waiting thread
                 gathering.set_exception(e)
 
@@ -411,14 +400,14 @@ class PeerSource:
             if assembly.seconds_left < -GRACE_SECONDS:
                 assembly.check_time()
                 raise UnavailableError(
-                    f"restore of {self._name}: other processes of the job did not "
+                    f"restore of {self.name}: other processes of the job did not "
                     "receive the chunks that this one read before the deadline; look "
                     "for the one that hangs"
                 )
-            failure = self._failure()
+            failure = self.failure()
             if failure and time.monotonic() >= grace_ends:
                 raise PeerFailedError(
-                    f"restore of {self._name} failed in another process of the job: "
+                    f"restore of {self.name} failed in another process of the job: "
                     f"{failure}"
                 )
             if failure:
@@ -427,7 +416,7 @@ class PeerSource:
     def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         if ordinals:
             since = assembly.meter.clock()
-            self._inner.read(ordinals, assembly)
+            self.inner.read(ordinals, assembly)
             self.read_bytes += sum(map(assembly.length, ordinals))
             self.seconds += assembly.meter.clock() - since
 
@@ -456,14 +445,14 @@ class PeerSource:
     ) -> Iterator[Bytes]:
         """Yields the stored bytes of the chunks of an exchange one after another;
         takes the elements of each of their batches."""
-        stored_bytes = self._manifest.tree.stored_lengths.item
+        stored_bytes = self.manifest.tree.stored_lengths.item
         for batch in cut_batches(chunks, stored_bytes, BATCH_BYTES):
             found = next(elements, None)
             if found is None or self._error is not None:
                 return
             for chunk in batch:
                 yield found.pop(chunk)
-                checksum = int(self._manifest.sums.crc32c[chunk])
+                checksum = int(self.manifest.sums.crc32c[chunk])
                 tail = checksum.to_bytes(CHECKSUM_BYTES, "little")
                 yield np.frombuffer(tail, np.uint8)
 
@@ -472,13 +461,13 @@ class PeerSource:
     ) -> Generator[dict[int, Bytes]]:
         """Yields the elements of all batches that this process sends; reads the next
         batch while one is used, also that of the next exchange."""
-        stored_bytes = self._manifest.tree.stored_lengths.item
+        stored_bytes = self.manifest.tree.stored_lengths.item
         batches = deque(
             batch
             for stage in stages
             for each in stage.exchanges
             for batch in cut_batches(
-                each.chunks[each.processes.index(self._job.index)],
+                each.chunks[each.processes.index(self.job.index)],
                 stored_bytes,
                 BATCH_BYTES,
             )
@@ -492,7 +481,7 @@ class PeerSource:
 
     def _elements(self, chunks: Sequence[int], assembly: Assembly) -> dict[int, Bytes]:
         """Reads the elements of chunks; returns them in the given order."""
-        tree, wanted = self._manifest.tree, dict[int, dict[Region, int]]()
+        tree, wanted = self.manifest.tree, dict[int, dict[Region, int]]()
         found: dict[int, Bytes] = dict.fromkeys(chunks, _NOTHING)
         if self._error is not None:  # the exchange will not use them
             return found
@@ -509,9 +498,9 @@ class PeerSource:
                 found[wanted[buffer.row][region]] = flat
 
         own = Assembly(
-            self._manifest,
+            self.manifest,
             [(row, list(regions)) for row, regions in wanted.items()],
-            name=self._name,
+            name=self.name,
             place=keep,
             within=assembly,
         )
@@ -525,7 +514,7 @@ class PeerSource:
         if part[0]:
             message = bytes(part[:HEADER_BYTES]).rstrip(b"\0").decode(errors="replace")
             self._error = self._error or PeerFailedError(
-                f"restore of {self._name}: {process_name(self._job, process)} could "
+                f"restore of {self.name}: {process_name(self.job, process)} could "
                 f"not read its share, or use what it received: {message}"
             )
         if self._error is not None:
@@ -542,7 +531,7 @@ class PeerSource:
                 incoming.offset = 0
             if assembly.needs(chunk):  # else only other processes' devices need it
                 assembly.add(chunk, offset, piece.data)
-                if process != self._job.index:
+                if process != self.job.index:
                     self.received_bytes += len(piece)
 
 

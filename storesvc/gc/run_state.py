@@ -276,13 +276,13 @@ is limited so, too."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The space that a run uses."""
+    """The space that a run uses; the names are those of the contract."""
 
-    checkpoints: int
+    checkpoint_count: int
     """Number of committed checkpoints."""
-    deleted_checkpoints: int
+    deleted_checkpoint_count: int
     """Number of deleted checkpoints that are not yet purged."""
-    uploads: int
+    upload_count: int
     """Number of live uploads."""
     logical_bytes: int
     """Bytes of all leaves of all checkpoints, deleted ones included."""
@@ -290,7 +290,7 @@ class Usage:
     """Bytes of their stored chunks, each counted once per checkpoint that uses it."""
     distinct_bytes: int
     """Bytes of their stored chunks, each counted once."""
-    files: int
+    file_count: int
     """Number of data files in use."""
 
 
@@ -335,13 +335,13 @@ class UsageReader:
         await gather_each(add, held)
         committed = sum(slot.state == COMMITTED for slot in held)
         return Usage(
-            checkpoints=committed,
-            deleted_checkpoints=len(held) - committed,
-            uploads=uploads,
+            checkpoint_count=committed,
+            deleted_checkpoint_count=len(held) - committed,
+            upload_count=uploads,
             logical_bytes=sum(slot.size_bytes for slot in held),
             stored_bytes=sum(slot.stored_bytes for slot in held),
             distinct_bytes=sum(largest.values()),
-            files=len(largest),
+            file_count=len(largest),
         )
 
     async def stored(self, namespace: str) -> StoredBytes:

@@ -4,6 +4,7 @@ chunk service."""
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
 
 import storesvc
@@ -13,7 +14,6 @@ from storesvc.format import trees
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.gc.collector import FailureLimit, Progress
-from storesvc.gc.run_state import Usage
 from storesvc.inspect.rules import Report
 from storesvc.restore import sender
 from storesvc.rpc import messages, requests
@@ -120,7 +120,8 @@ class MaintenanceService:
         self, request: maintenance_api.GetUsageRequest, context: Context
     ) -> maintenance_api.GetUsageResponse:
         name = RunName.from_resource(request.name)
-        return usage_message(await self._store.usage.read_usage(name))
+        usage = await self._store.usage.read_usage(name)
+        return maintenance_api.GetUsageResponse(**asdict(usage))
 
     async def UpgradeStore(
         self, request: maintenance_api.UpgradeStoreRequest, context: Context
@@ -162,19 +163,6 @@ def progress_message(progress: Progress) -> maintenance_api.CollectGarbageRespon
         garbage_object_count=progress.garbage_objects,
         deleted_object_count=progress.deleted_objects,
         postponed=progress.postponed,
-    )
-
-
-def usage_message(usage: Usage) -> maintenance_api.GetUsageResponse:
-    """Returns the message for the usage of a run."""
-    return maintenance_api.GetUsageResponse(
-        checkpoint_count=usage.checkpoints,
-        deleted_checkpoint_count=usage.deleted_checkpoints,
-        upload_count=usage.uploads,
-        logical_bytes=usage.logical_bytes,
-        stored_bytes=usage.stored_bytes,
-        distinct_bytes=usage.distinct_bytes,
-        file_count=usage.files,
     )
 
 

@@ -73,12 +73,14 @@ async def list_page(
     key: Callable[[N], str],
     show: Callable[[N, T], M],
 ) -> Page[M]:
-    """Returns the page that a request asks for.
+    """Returns the page that a request asks for; cuts it short if its rows would not fit
+    into a message.
 
     Args:
         request: The request.
         listed: Identifies the list; a token of another list is rejected.
-        find: Returns rows after the last row of the previous page, up to a limit.
+        find: Returns names with objects or their damage after the last row of the
+            previous page, up to a limit.
         parse: Parses the last row of the previous page from the token.
         key: Returns the text of a row for the token.
         show: Returns the message of a row.
@@ -90,27 +92,6 @@ async def list_page(
     size = page_size(request.page_size)
     last = parse_last_row(listed, request.page_token, parse)
     found = await find(last, size + 1)
-    return page(listed, found, size=size, key=key, show=show)
-
-
-def page(
-    listed: str,
-    found: Sequence[tuple[N, T | CorruptDataError]],
-    *,
-    size: int,
-    key: Callable[[N], str],
-    show: Callable[[N, T], M],
-) -> Page[M]:
-    """Returns a page; cuts it short if its rows would not fit into a message.
-
-    Args:
-        listed: Identifies the list, for the token.
-        found: Names with objects or their damage; one more than ``size`` if there are
-            more rows.
-        size: Maximum rows of the page, including damaged ones.
-        key: Returns the text of a row for the token.
-        show: Returns the message of a row.
-    """
     made: Page[M] = Page()
     held = 0
     for count, (name, thing) in enumerate(found):

@@ -97,6 +97,16 @@ _RESULTS: Final = {
 _ENDS: Final = ("upload aborted", "checkpoint deleted", "checkpoint purged")
 """Ends of uploads and checkpoints by a collection or a retention policy."""
 
+_TOTALS: Final = {
+    "runs": "Runs",
+    "checkpoints": "Committed checkpoints",
+    "logical_bytes": "Bytes of the leaves of committed checkpoints",
+    "stored_bytes": "Bytes that committed checkpoints wrote",
+    "uploads_open": "Open uploads",
+    "uploads_oldest_seconds": "Age of the oldest open upload",
+}
+"""Metrics of the contents of the store, and what each is."""
+
 _DAMAGES: Final = ("missing", "checksum", "digest", "key_space", "file_table")
 """``Damage.Kind`` of the contract."""
 
@@ -141,15 +151,19 @@ class Metrics:
         self._make_data()
         self._make_storage()
         self._make_collection()
-        self._make_contents()
+        self._totals = {
+            name: self._gauge(
+                f"storesvc_{name}", f"{text} at the last collection by this server."
+            )
+            for name, text in _TOTALS.items()
+        }
+        self._forget_contents()
         self._make_known()
-        self._build = Gauge(
+        self._gauge(
             "storesvc_build_info",
             "Versions of the server; always 1.",
-            ("version", "python", "grpc", "tensorstore"),
-            registry=self.registry,
-        )
-        self._build.labels(
+            *("version", "python", "grpc", "tensorstore"),
+        ).labels(
             version=_version("storesvc"),
             python=platform.python_version(),
             grpc=_version("grpcio"),
@@ -349,33 +363,9 @@ class Metrics:
             "what",
         )
 
-    def _make_contents(self) -> None:
-        place = "at the last collection by this server"
-        self._runs_count = self._gauge("storesvc_runs", f"Runs {place}.")
-        self._checkpoints = self._gauge(
-            "storesvc_checkpoints", f"Committed checkpoints {place}."
-        )
-        self._logical_bytes = self._gauge(
-            "storesvc_logical_bytes",
-            f"Bytes of the leaves of committed checkpoints {place}.",
-        )
-        self._stored_bytes = self._gauge(
-            "storesvc_stored_bytes", f"Bytes that committed checkpoints wrote {place}."
-        )
-        self._uploads_open = self._gauge(
-            "storesvc_uploads_open", f"Open uploads {place}."
-        )
-        self._oldest_upload = self._gauge(
-            "storesvc_uploads_oldest_seconds", f"Age of the oldest open upload {place}."
-        )
-        self._forget_contents()
-
     def _forget_contents(self) -> None:
         """Sets the contents of the store to unknown: this server does not collect."""
-        for gauge in (
-            *(self._runs_count, self._checkpoints, self._logical_bytes),
-            *(self._stored_bytes, self._uploads_open, self._oldest_upload),
-        ):
+        for gauge in self._totals.values():
             gauge.set(math.nan)
 
     def _make_known(self) -> None:
@@ -445,13 +435,17 @@ class Metrics:
             run: self._contents[run] for run in event.runs if run in self._contents
         }
         held = self._contents.values()
-        self._runs_count.set(len(event.runs))
-        self._checkpoints.set(sum(each.checkpoints for each in held))
-        self._logical_bytes.set(sum(each.logical_bytes for each in held))
-        self._stored_bytes.set(sum(each.own_bytes for each in held))
-        self._uploads_open.set(sum(each.uploads_open for each in held))
         since = [each.oldest_upload for each in held if each.oldest_upload]
-        self._oldest_upload.set(time.time() - min(since) if since else 0.0)
+        totals = {
+            "runs": len(event.runs),
+            "checkpoints": sum(each.checkpoints for each in held),
+            "logical_bytes": sum(each.logical_bytes for each in held),
+            "stored_bytes": sum(each.own_bytes for each in held),
+            "uploads_open": sum(each.uploads_open for each in held),
+            "uploads_oldest_seconds": time.time() - min(since) if since else 0.0,
+        }
+        for name, total in totals.items():
+            self._totals[name].set(total)
 
 
 def _version(package: str) -> str:

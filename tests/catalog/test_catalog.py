@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -399,7 +399,7 @@ def test_chunks_of_what_is_not_there_are_rejected_for_its_own_reason(
         list(stub.ReadChunks(request))
 
 
-def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:
+async def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:
     rows = [
         (
             RunName("tests", f"r{i}"),
@@ -407,16 +407,22 @@ def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:
         )
         for i in range(1001)
     ]
-    found, left = [], rows
-    while left:
-        made = paging.page(
-            "runs", left[:1001], size=1000, key=str, show=lambda _, run: run
+    names = [str(name) for name, _ in rows]
+
+    async def find(
+        last: str | None, limit: int
+    ) -> Sequence[tuple[RunName, api.Run | CorruptDataError]]:
+        start = 0 if last is None else names.index(last) + 1
+        return rows[start : start + limit]
+
+    request, found = api.ListRunsRequest(page_size=1000), list[api.Run]()
+    while request.page_token or not found:
+        made = await paging.list_page(
+            request, "runs", find=find, parse=str, key=str, show=lambda _, run: run
         )
         assert 0 < sum(row.ByteSize() for row in made.rows) <= paging.MAX_PAGE_BYTES
-        last = paging.parse_last_row("runs", made.token, str)
-        assert last == (str(left[len(made.rows) - 1][0]) if made.token else None)
         found += made.rows
-        left = left[len(made.rows) :]
+        request.page_token = made.token
     assert [row for _, row in rows] == found
 
 

@@ -5,7 +5,7 @@ is skipped, and the chunks of an interrupted one are used. Each step shares the 
 that the step before it has, too.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -58,7 +58,6 @@ def import_steps(
     labels: Mapping[str, str],
     progress: ProgressCallback | None,
     jobs: int,
-    now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Iterator[Transfer]:
     """Imports steps in ascending order; yields each once it is committed or skipped.
 
@@ -87,7 +86,7 @@ def import_steps(
             labels=labels,
             progress=progress,
             jobs=jobs,
-            time=now(),
+            time=datetime.now(UTC),
         )
         present[step] = done.checkpoint
         yield done

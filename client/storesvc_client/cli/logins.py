@@ -65,7 +65,6 @@ def log_in(
     audience: str,
     scopes: tuple[str, ...],
     show: Callable[[Prompt], None],
-    pause: Callable[[float], None] = time.sleep,
 ) -> Login:
     """Logs in, and returns once the person has confirmed it.
 
@@ -89,7 +88,7 @@ def log_in(
     end = time.monotonic() + float(begun.get("expires_in", 600))
     interval = float(begun.get("interval", _INTERVAL_SECONDS))
     while time.monotonic() < end:
-        pause(interval)
+        time.sleep(interval)
         given = _post_form(
             _endpoint(endpoints, "token_endpoint", issuer),
             {

@@ -86,10 +86,10 @@ class Row:
 
     prefix: str
     """Key of the leaf, or the common beginning of the keys below it."""
-    parent: str
+    parent: str = ""
     """Prefix of the row above."""
     name: str
-    depth: int
+    depth: int = 0
     leaf: bool
     content: str
     """Dtype of a leaf; "12 leaves"."""
@@ -111,7 +111,6 @@ def level(
     *,
     apart: bool = False,
     start: int = 0,
-    depth: int | None = None,
 ) -> list[Row]:
     """Returns the rows directly below a prefix; none if there is no such subtree.
 
@@ -120,12 +119,9 @@ def level(
         prefix: Beginning of keys, such as "params/layers"; "": the top.
         apart: Whether alike siblings have a row each.
         start: Rows to leave out.
-        depth: Depth of the rows; None: as many as the prefix has nodes above.
     """
     below, above = _below(nodes, prefix)
-    return _level(
-        below, prefix, depth=above if depth is None else depth, apart=apart, start=start
-    )
+    return _level(below, prefix, depth=above, apart=apart, start=start)
 
 
 def opened_rows(
@@ -192,19 +188,11 @@ def _level(
 
 def _row(group: Group, parent: str, depth: int) -> Row:
     node, times = group.node, f"{group.count:,} x " if group.count > 1 else ""
-    row = (
-        _leaf_row(node.leaf)
-        if node.leaf
-        else Row(
-            prefix="",
-            parent="",
-            name="",
-            depth=0,
-            leaf=False,
-            content=count_text(node.leaf_count, "leaf"),
-            size=size_text(node.size_bytes),
-        )
-    )
+    if node.leaf:
+        row = _leaf_row(node.leaf)
+    else:
+        content, size = count_text(node.leaf_count, "leaf"), size_text(node.size_bytes)
+        row = Row(prefix="", name="", leaf=False, content=content, size=size)
     return replace(
         row,
         prefix=_join_key(parent, node),
@@ -220,9 +208,7 @@ def _row(group: Group, parent: str, depth: int) -> Row:
 def _leaf_row(leaf: LeafInfo) -> Row:
     return Row(
         prefix=leaf.key,
-        parent="",
         name=leaf.key or "''",
-        depth=0,
         leaf=True,
         content=dtype_text(leaf),
         shape=shape_text(leaf),

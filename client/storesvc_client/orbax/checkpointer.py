@@ -388,7 +388,7 @@ class Checkpointer(ManagedRun):
             return None
         self._steps.wait()
         place = f"save of {self._steps.run.name}@{step}"
-        contents = step_contents(
+        tree, kept = step_contents(
             place,
             step,
             {
@@ -402,8 +402,8 @@ class Checkpointer(ManagedRun):
         )
         ended = self._steps.begin(
             step,
-            contents.tree,
-            items=contents.items,
+            tree,
+            items=kept,
             metrics=rank_numbers(place, metrics, None),
             after_commit=settings.after_commit,
         )

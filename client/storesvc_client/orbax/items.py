@@ -280,14 +280,6 @@ class FilesContent:
 Content: TypeAlias = TreeContent | JsonContent | FilesContent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepContents:
-    """Tree and items of one step, for ``Run.save``."""
-
-    tree: Any
-    items: Mapping[str, Any]
-
-
 def step_contents(
     place: str,
     step: int,
@@ -297,8 +289,9 @@ def step_contents(
     is_default: bool,
     metrics: Any,
     custom_metadata: Any,
-) -> StepContents:
-    """Returns the tree and the items of a step; lets handlers write their files now.
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the tree and the items of a step, for ``Run.save``; lets handlers write
+    their files now.
 
     Args:
         place: Name of the step, for messages.
@@ -341,7 +334,7 @@ def step_contents(
                 items[part.place] = PerProcess(packed)
     record = StepRecord(parts=parts, metrics=metrics, custom_metadata=custom_metadata)
     items[RECORD] = record.value()
-    return StepContents(tree=tree, items=items)
+    return tree, items
 
 
 def read_record(opened: "OpenCheckpoint") -> StepRecord:

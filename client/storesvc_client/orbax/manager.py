@@ -410,7 +410,7 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
         self._steps.check_free(step)
         place = f"save of {self._steps.run.name}@{step}"
         numbers = rank_numbers(place, metrics, self._best)
-        contents = step_contents(
+        tree, kept = step_contents(
             place,
             step,
             {
@@ -429,8 +429,8 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
         )
         self._steps.begin(
             step,
-            contents.tree,
-            items=contents.items,
+            tree,
+            items=kept,
             metrics=numbers,
             after_commit=getattr(
                 self._options.async_options, "post_finalization_callback", None

@@ -276,7 +276,7 @@ is limited so, too."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The space that a run uses; the names are those of the contract."""
+    """The space that a run uses, in the names of the contract."""
 
     checkpoint_count: int
     """Number of committed checkpoints."""

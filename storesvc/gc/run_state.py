@@ -304,15 +304,13 @@ class StoredBytes:
     """Bytes of the data files of each upload, by its id."""
 
 
+@dataclass(eq=False, repr=False)
 class UsageReader:
     """Computes the usage of the runs of a bucket."""
 
-    def __init__(
-        self, bucket: TensorStoreBucket, catalog: Catalog, reader: RunReader
-    ) -> None:
-        self._bucket = bucket
-        self._catalog = catalog
-        self._reader = reader
+    _bucket: TensorStoreBucket
+    _catalog: Catalog
+    _reader: RunReader
 
     async def read_usage(self, run: RunName) -> Usage:
         """Returns the space that a run uses.

@@ -226,22 +226,20 @@ class _InFlight:
             reading.cancel()
 
 
+@dataclass(eq=False, repr=False)
 class _CopiedReading(Reading):
     """A read whose elements are copied once it has ended."""
 
-    def __init__(
-        self, reading: Reading, aside: NDArray[Any], into: NDArray[Any]
-    ) -> None:
-        self._reading = reading
-        self._aside = aside
-        self._into = into
+    reading: Reading
+    aside: NDArray[Any]
+    into: NDArray[Any]
 
     def result(self, timeout: float | None = None) -> None:
-        self._reading.result(timeout)
-        self._into[...] = self._aside
+        self.reading.result(timeout)
+        self.into[...] = self.aside
 
     def cancel(self) -> None:
-        self._reading.cancel()
+        self.reading.cancel()
 
 
 @dataclass(eq=False, repr=False)

@@ -11,7 +11,7 @@ Example:
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc_client._pictures.plots import Scale, Ticks, draw_y_axis, make_scale
@@ -52,20 +52,10 @@ _PART: Final = 1 << 20
 """Maximum number of elements that are converted at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class LeafStatistics:
-    """Statistics of a leaf; from ``OpenCheckpoint.statistics``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Counts of the values of a leaf, and numbers about those that are finite."""
 
-    NaN and infinite values are counted, and no other number includes them. Of complex
-    leaves all numbers are about the modulus.
-    """
-
-    leaf: LeafInfo
-    """The leaf."""
-    count: int
-    """Number of elements that were read."""
-    read_chunk_count: int
-    """Number of chunks that were read."""
     nan_count: int
     """Number of elements that are NaN."""
     inf_count: int
@@ -80,6 +70,22 @@ class LeafStatistics:
     """Mean."""
     std: float | None
     """Standard deviation of the population."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LeafStatistics(Counted):
+    """Statistics of a leaf; from ``OpenCheckpoint.statistics``.
+
+    NaN and infinite values are counted, and no other number includes them. Of complex
+    leaves all numbers are about the modulus.
+    """
+
+    leaf: LeafInfo
+    """The leaf."""
+    count: int
+    """Number of elements that were read."""
+    read_chunk_count: int
+    """Number of chunks that were read."""
     linear: "Histogram | None"
     """Histogram with bins of one width."""
     symlog: "Histogram | None"
@@ -175,13 +181,7 @@ def leaf_statistics(
         leaf=leaf,
         count=count,
         read_chunk_count=chunks,
-        nan_count=tally.nan_count,
-        inf_count=tally.inf_count,
-        zero_count=tally.zero_count,
-        minimum=tally.minimum,
-        maximum=tally.maximum,
-        mean=tally.mean,
-        std=tally.std,
+        **{each.name: getattr(tally, each.name) for each in fields(Counted)},
         linear=linear_histogram(tally),
         symlog=symlog_histogram(tally),
         means=None if means is None else means.means(),

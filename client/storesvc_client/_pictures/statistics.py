@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
+from storesvc_client._pictures.leaf_statistics import Counted
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -49,7 +51,7 @@ _LEAST_EXPONENT: Final = -1100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class Tally(Counted):
     """Finite values by place, and what else was counted."""
 
     low: "F64"
@@ -57,15 +59,6 @@ class Tally:
     high: "F64"
     """Highest value of each counter; equal to ``low`` if it counts one value."""
     counts: "I64"
-    nan_count: int
-    inf_count: int
-    zero_count: int
-    minimum: float | None
-    """Lowest finite value; None if there is none, as are the following."""
-    maximum: float | None
-    mean: float | None
-    std: float | None
-    """Standard deviation of the population."""
 
 
 def tallying(dtype: "np.dtype[Any]") -> "_EachValue | _Rounded":

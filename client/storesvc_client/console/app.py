@@ -106,8 +106,6 @@ class Access:
 
     key: str = field(repr=False)
     """Secret that the address has which ``storectl console`` prints."""
-    hosts: frozenset[str] = LOOPBACK
-    """Host names, without ports, under which the console is reached."""
 
     @property
     def form_token(self) -> str:
@@ -148,7 +146,7 @@ class Guard:
         """Returns the response to a request that may not pass; None if it may."""
         host = request.headers.get("host", "")
         name, colon, port = host.rpartition(":")
-        if (name if colon and port.isdecimal() else host) not in self._access.hosts:
+        if (name if colon and port.isdecimal() else host) not in LOOPBACK:
             return PlainTextResponse(
                 "expected the name of this machine as the host; open the address that "
                 "storectl console printed\n",
@@ -236,18 +234,15 @@ class _Assets(StaticFiles):
         return response
 
 
-def create_app(
-    client: Client, *, key: str, store: str, hosts: frozenset[str] = LOOPBACK
-) -> ASGIApp:
+def create_app(client: Client, *, key: str, store: str) -> ASGIApp:
     """Returns the console as an ASGI application.
 
     Args:
         client: Client of the store, with the token of the user; stays open.
         key: Secret that a browser must have.
         store: Name of the store, for people.
-        hosts: Host names, without ports, under which the console is reached.
     """
-    console = _Console(client, Access(key=key, hosts=hosts), Renderer(store=store))
+    console = _Console(client, Access(key=key), Renderer(store=store))
     shown = console.shown
     app = Starlette(
         routes=[

@@ -100,8 +100,6 @@ class Step(Enum):
     """Abandon the read."""
     WAIT = 4
     """Do nothing until it is due again."""
-    SEND = 5
-    """Send the request that was postponed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +215,6 @@ class CallSchedule:
         self.size_bytes = size_bytes
         self.began = now
         self._tries = 0
-        self._is_postponed = False
         self._sent_at = self._asked_at = self._slow_at = self._late_at = now
         self._ask(now)
 
@@ -233,14 +230,6 @@ class CallSchedule:
 
     def step(self, *, now: float) -> Step:
         """Returns the action to take now."""
-        if self._is_postponed:
-            if now < self._late_at:
-                return Step.WAIT
-            self._is_postponed = False
-            self._tries -= 1
-            self._ask(now)
-            self._sent_at = now
-            return Step.SEND
         # Reads that began after the attempt extend its deadline, too.
         if now >= self._late_at:
             self._late_at = max(self._late_at, self._deadline())
@@ -259,11 +248,16 @@ class CallSchedule:
         self._slow_at = now + (now - self._asked_at)
         return Step.WAIT
 
-    def postpone(self, seconds: float, *, now: float) -> None:
-        """Postpones the request of this attempt, whose deadline begins when it is
-        sent."""
-        self._is_postponed = True
-        self._slow_at, self._late_at = math.inf, now + seconds
+    def hold(self) -> None:
+        """Records that the request of this attempt waits: its deadline begins when it
+        is sent."""
+        self._slow_at = self._late_at = math.inf
+
+    def resume(self, *, now: float) -> None:
+        """Records that it is sent now."""
+        self._tries -= 1
+        self._ask(now)
+        self._sent_at = now
 
     def record_answer(self, *, now: float) -> None:
         """Records the response."""

@@ -6,14 +6,7 @@ that may be repeated are hedged and retried; see `hedging.py`.
 """
 
 import asyncio
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Generator,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import starmap
@@ -51,9 +44,7 @@ from storesvc.storage.requests import (
     answer,
     await_future,
     gather_each,
-    retrieve_error,
     run_all,
-    send,
     shared_window,
 )
 from storesvc.telemetry.events import (
@@ -76,7 +67,6 @@ class MemoryBackend:
     def __init__(self, opened: OpenedStorage) -> None:
         self._storage = opened.storage
         self._root = opened.root
-        self._writes = HedgedSender(hedging.WRITES, "write")
 
     async def read(self, path: str) -> Stored | None:
         return await kvstore.read(self._root, path)
@@ -98,18 +88,10 @@ class MemoryBackend:
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
         data = await asyncio.to_thread(b"".join, parts)
-        await self._writes.answer(
-            lambda: self._send(
-                lambda: await_future(self._root.write(path, data)), len(data)
-            ),
-            size_bytes=len(data),
-            name=self._storage.describe(path),
-        )
+        await self._replace(path, data)
 
-    async def _send(self, ask: Callable[[], Awaitable[T]], size_bytes: int = 0) -> T:
-        """Sends one request."""
-        del size_bytes
-        return await ask()
+    async def _replace(self, path: str, data: bytes) -> None:
+        await await_future(self._root.write(path, data))
 
     async def create(self, path: str) -> NewObject:
         return NewObject(path, None, self._storage)
@@ -153,45 +135,49 @@ class MemoryBackend:
 class RemoteBackend(MemoryBackend):
     """Objects in a bucket on the network."""
 
-    def __init__(self, opened: OpenedStorage) -> None:
+    def __init__(self, opened: OpenedStorage, lists: GcsLists | None = None) -> None:
         super().__init__(opened)
-        self._reads = HedgedSender(hedging.READS, "read")
-        self._changes = HedgedSender(hedging.CHANGES, "change")
-        self._window = shared_window(opened.storage)
-
-    async def _send(self, ask: Callable[[], Awaitable[T]], size_bytes: int = 0) -> T:
-        return await send(self._window, ask, size_bytes=size_bytes)
+        sender = partial(
+            HedgedSender,
+            window=shared_window(opened.storage),
+            probe=None if lists is None else lists.probe,
+        )
+        self._reads = sender(hedging.READS, "read")
+        self._writes = sender(hedging.WRITES, "write")
+        self._changes = sender(hedging.CHANGES, "change")
 
     async def read(self, path: str) -> Stored | None:
         return await self._reads.answer(
-            lambda: self._send(partial(kvstore.read, self._root, path)),
+            partial(kvstore.read, self._root, path),
             size_bytes=0,
             name=self._storage.describe(path),
         )
 
     async def read_range(self, path: str, start: int, stop: int) -> bytes:
         data = await self._reads.answer(
-            lambda: self._send(
-                partial(kvstore.read_range, self._root, path, start, stop), stop - start
-            ),
+            partial(kvstore.read_range, self._root, path, start, stop),
             size_bytes=stop - start,
             name=self._storage.describe(path),
         )
         return _present(path, data)
 
+    async def _replace(self, path: str, data: bytes) -> None:
+        await self._writes.answer(
+            partial(super()._replace, path, data),
+            size_bytes=len(data),
+            name=self._storage.describe(path),
+        )
+
     async def write(
         self, path: str, data: bytes | None, condition: WriteCondition
     ) -> Generation:
         size_bytes = len(data or b"")
-        ask = partial(
-            self._send,
-            partial(kvstore.write, self._root, path, data, condition),
-            size_bytes,
-        )
+        ask = partial(kvstore.write, self._root, path, data, condition)
         # 1. A creation, or a write without a condition, is sent once: a late duplicate
         #    would restore what was deleted in the meantime.
         if isinstance(condition, Condition):
-            return await answer(self._storage, ask(), size_bytes=size_bytes)
+            sent = self._changes.send(ask, size_bytes=size_bytes)
+            return await answer(self._storage, sent, size_bytes=size_bytes)
         # 2. A change of one generation may be repeated: no generation comes back, so a
         #    late duplicate changes nothing. A conflict is no response while another
         #    request is in flight, because that one may have made the change.
@@ -231,7 +217,7 @@ class RemoteBackend(MemoryBackend):
     ) -> dict[str, Generation]:
         del limit
         listing = partial(kvstore.names, self._root, prefix, after)
-        found = await answer(self._storage, self._send(listing))
+        found = await answer(self._storage, self._reads.send(listing))
         return dict.fromkeys(found, UNLISTED)
 
 
@@ -239,18 +225,8 @@ class GcsBackend(RemoteBackend):
     """Objects in a bucket on Google Cloud Storage, whose own client lists them."""
 
     def __init__(self, opened: OpenedStorage, lists: GcsLists) -> None:
-        super().__init__(opened)
+        super().__init__(opened, lists)
         self._lists = lists
-        self._probing: asyncio.Task[None] | None = None
-
-    async def _send(self, ask: Callable[[], Awaitable[T]], size_bytes: int = 0) -> T:
-        return await send(self._window, ask, size_bytes=size_bytes, probe=self._probe)
-
-    async def _probe(self) -> None:
-        if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._lists.probe())
-            self._probing.add_done_callback(retrieve_error)
-        await asyncio.shield(self._probing)  # one for all that wait
 
     async def first_names(self, limit: int) -> list[str]:
         return await self._lists.first_names(limit)

@@ -48,6 +48,7 @@ from storesvc.storage.bucket import (
 from storesvc.storage.location import GRPC_DRIVER, Storage, shows_plaintext
 from storesvc.storage.requests import (
     answer,
+    retrieve_error,
     run_in_daemon_thread,
     send,
     shared_window,
@@ -280,6 +281,7 @@ class GcsLists:
         self._bucket = bucket
         self._path = path
         """Beginning of all names below the root."""
+        self._probing: asyncio.Task[None] | None = None
 
     @classmethod
     async def for_storage(cls, storage: Storage) -> Self:
@@ -332,8 +334,15 @@ class GcsLists:
             return [*await self._page(self._pages("", "", limit, "size"), "")]
 
     async def probe(self) -> None:
-        """Asks whether the bucket answers, after a rejection. The window waits as long
-        as the response asks for: the other clients do not show ``Retry-After``."""
+        """Asks whether the bucket answers, after a rejection; once for all that wait.
+        The window waits as long as the response asks for: the other clients do not
+        show ``Retry-After``."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe())
+            self._probing.add_done_callback(retrieve_error)
+        await asyncio.shield(self._probing)
+
+    async def _probe(self) -> None:
         with translate_errors(self._storage, ""):
             pages = self._pages("", "", 1, "size")
             await self._page(pages, "", answered=Outcome.PROBED)

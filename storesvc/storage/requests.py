@@ -12,12 +12,31 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, assert_never
+from functools import partial
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    assert_never,
+)
 
-from storesvc.storage.hedging import CallSchedule, Hedging, Limits, LogThrottle, Step
+from storesvc.errors import StorageUnavailableError
+from storesvc.storage.hedging import (
+    PAUSE_SECONDS,
+    CallSchedule,
+    Hedging,
+    Limits,
+    LogThrottle,
+    Step,
+)
 from storesvc.storage.location import Storage
 from storesvc.storage.throttle import (
     FIRST_PAUSE_SECONDS,
+    MAX_PAUSE_SECONDS,
     Outcome,
     Window,
     classify,
@@ -214,13 +233,19 @@ def shared_window(storage: Storage) -> Window:
     return _windows.setdefault(key, Window(ceiling))
 
 
+Holding: TypeAlias = Callable[[Coroutine[Any, Any, None], bool], Awaitable[None]]
+"""Awaits a wait of a request that is not sent yet; True: it has failed before."""
+
+
 async def send(
     window: Window,
     ask: Callable[[], Awaitable[T]],
     *,
     size_bytes: int = 0,
     answered: Outcome = Outcome.ANSWERED,
-    probe: Callable[[], Awaitable[None]] | None = None,
+    probe: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    patience_seconds: float = SEND_SECONDS,
+    hold: Holding = lambda waiting, _: waiting,
 ) -> T:
     """Sends a request when the window of its bucket admits it, and again after
     transient errors.
@@ -232,20 +257,28 @@ async def send(
         answered: Outcome of a request that is answered.
         probe: Returns once the bucket has answered a probe; called before each attempt
             while it rejects requests.
+        patience_seconds: Time for which the request is repeated.
+        hold: Awaits what the request waits for until it is sent.
 
     Raises:
         RuntimeError: The storage rejects all requests.
         Exception: The error of the last attempt.
     """
     clock = asyncio.get_running_loop().time
-    until, pause = clock() + SEND_SECONDS, FIRST_PAUSE_SECONDS
+    until, pause, has_failed = clock() + patience_seconds, FIRST_PAUSE_SECONDS, False
     while True:
         if probe is not None and window.is_rejecting:
-            await probe()
+            try:
+                await hold(probe(), has_failed)
+            except StorageUnavailableError:
+                if clock() >= until:
+                    raise
+                await hold(asyncio.sleep(FIRST_PAUSE_SECONDS), has_failed)
+                continue
         while wait := window.admit(now=(began := clock())):
             if window.is_rejecting and began + wait > until:
                 raise RuntimeError("it rejects requests because of load")
-            await asyncio.sleep(add_jitter(wait))
+            await hold(asyncio.sleep(add_jitter(wait)), has_failed)
         outcome, asked = Outcome.DROPPED, 0.0
         try:
             found = await ask()
@@ -264,9 +297,10 @@ async def send(
                 size_bytes=size_bytes,
                 retry_after_seconds=asked,
             )
+        has_failed = True
         if outcome is Outcome.BROKEN:
-            await asyncio.sleep(add_jitter(pause))
-            pause *= 2
+            await hold(asyncio.sleep(add_jitter(pause)), has_failed)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
 
 def _retry_after_seconds(error: BaseException) -> float:
@@ -288,15 +322,32 @@ def add_jitter(seconds: float) -> float:
 class HedgedSender:
     """Sends the reads, the writes or the conditional changes of one storage."""
 
-    def __init__(self, limits: Limits, operation: str) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        operation: str,
+        window: Window,
+        *,
+        probe: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        patience_seconds: float = SEND_SECONDS,
+        log: logging.Logger = _log,
+    ) -> None:
         """Creates it.
 
         Args:
             limits: Limits of the calls.
             operation: Kind of the calls: "read", "write" or "change".
+            window: As of ``send``, like `probe` and `patience_seconds`.
+            probe: As said.
+            patience_seconds: As said.
+            log: Gets a line for a call that is late.
         """
         self._hedging = Hedging(limits)
-        self._operation = operation
+        self.operation = operation
+        self.send = partial(
+            send, window, probe=probe, patience_seconds=patience_seconds
+        )
+        self._log = log
         self._throttle = LogThrottle()
 
     async def answer(
@@ -312,46 +363,56 @@ class HedgedSender:
 
         Raises:
             TimeoutError: There was no response within the deadlines of all attempts.
+            RuntimeError: The storage rejects all requests.
+            Exception: The error of the last attempt.
         """
         clock = asyncio.get_running_loop().time
-        schedule = self._hedging.begin(size_bytes, now=clock())
-        call = _Call(ask, schedule, self._operation, name, self._throttle)
+        call = HedgedCall(self, ask, self._hedging.begin(size_bytes, now=clock()), name)
         try:
             return await call.answer()
         finally:
             call.end()
 
+    def log_late(self, name: str, seconds: float, *, now: float) -> None:
+        """Logs that a call has no response for so long."""
+        if self._throttle.admits("late", now=now):
+            self._log.warning("%s has not answered for %.0f s; retrying", name, seconds)
 
-class _Call(Generic[T]):
+
+class HedgedCall(Generic[T]):
     """One call, and its requests in flight."""
 
     def __init__(
         self,
+        sender: HedgedSender,
         ask: Callable[[], Awaitable[T]],
         schedule: CallSchedule,
-        operation: str,
         name: str,
-        throttle: LogThrottle,
     ) -> None:
+        self._sender = sender
         self._ask = ask
-        self._clock = asyncio.get_running_loop().time
-        self._operation = operation
+        self._loop = asyncio.get_running_loop()
+        self._clock = self._loop.time
         self._name = name
-        self._throttle = throttle
         self._in_flight: list[asyncio.Future[T]] = []
         """Requests in flight, the oldest first."""
         self._schedule = schedule
+        self._resumed: asyncio.Future[Any] = self._loop.create_future()
+        """Done once the schedule has changed."""
         self._is_answered = False
 
     async def answer(self) -> T:
         """Sends requests until one succeeds, or the last one in flight fails."""
         self._send()
         while True:
-            done, _ = await asyncio.wait(
-                self._in_flight,
+            await asyncio.wait(
+                [*self._in_flight, self._resumed],
                 timeout=max(0.0, self._schedule.due - self._clock()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
+            if self._resumed.done():
+                self._resumed = self._loop.create_future()
+            done = [one for one in self._in_flight if one.done()]
             self._in_flight = [one for one in self._in_flight if one not in done]
             # An error is no response while another request is in flight: if a hedge
             # fails its condition, the first request has perhaps made the change, and a
@@ -359,7 +420,9 @@ class _Call(Generic[T]):
             good = [one for one in done if one.exception() is None]
             if good or (done and not self._in_flight):
                 self._is_answered = True
-                return (good or list(done))[0].result()
+                ended, done, good = good or done, [], []
+                # An error refers to this frame, which must not refer to its request.
+                return ended.pop().result()
             if not done:
                 self._step()
 
@@ -372,32 +435,47 @@ class _Call(Generic[T]):
             self._schedule.record_abandonment()
 
     def _step(self) -> None:
+        operation = self._sender.operation
         match self._schedule.step(now=self._clock()):
             case Step.FAIL:
                 raise TimeoutError
             case Step.HEDGE:
-                publish(Retried(operation=self._operation, kind="hedge"))
+                publish(Retried(operation=operation, kind="hedge"))
                 self._send()
             case Step.RETRY:
                 self._abandon(self._in_flight[self._schedule.kept :])
-                publish(Retried(operation=self._operation, kind="retry"))
+                publish(Retried(operation=operation, kind="retry"))
                 self._log_late()
                 self._send()
-            case Step.WAIT | Step.SEND:
+            case Step.WAIT:
                 pass
             case step:
                 assert_never(step)
 
     def _log_late(self) -> None:
         now = self._clock()
-        if self._throttle.admits("late", now=now):
-            seconds = now - self._schedule.began
-            _log.warning(
-                "%s has not answered for %.0f s; retrying", self._name, seconds
-            )
+        self._sender.log_late(self._name, now - self._schedule.began, now=now)
 
     def _send(self) -> None:
-        self._in_flight.append(asyncio.ensure_future(self._ask()))
+        sending = self._sender.send(
+            self._ask, size_bytes=self._schedule.size_bytes, hold=self._hold
+        )
+        self._in_flight.append(asyncio.ensure_future(sending))
+
+    async def _hold(self, waiting: Coroutine[Any, Any, None], has_failed: bool) -> None:  # noqa: FBT001 - see `Holding`
+        """Awaits what a request waits for; the deadline of the only one begins then."""
+        if has_failed and self._clock() - self._schedule.began > PAUSE_SECONDS:
+            self._log_late()
+        if len(self._in_flight) != 1:
+            await waiting
+            return
+        self._schedule.hold()
+        try:
+            await waiting
+        finally:
+            self._schedule.resume(now=self._clock())
+            if not self._resumed.done():
+                self._resumed.set_result(None)
 
     def _abandon(self, abandoned: list[asyncio.Future[T]]) -> None:
         for one in abandoned:

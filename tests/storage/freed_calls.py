@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from storesvc_client._storage.bucket import HedgedCall
+from storesvc.storage.requests import HedgedCall
 
 _SECONDS = 60
 

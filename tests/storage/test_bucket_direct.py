@@ -1,13 +1,10 @@
 """A direct client reads and writes data files itself, with few extra bytes."""
 
-import gc
-import queue
+import asyncio
 import re
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import jax
@@ -19,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.storage import hedging
-from storesvc.storage.hedging import Hedging, Limits
+from storesvc.storage.hedging import Limits
+from storesvc.storage.requests import HedgedSender, await_future
 from storesvc.storage.throttle import Window
 from storesvc_client import _session
 from storesvc_client._chunks.buffers import Buffer
@@ -27,7 +25,7 @@ from storesvc_client._restore import sources
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._save import direct as data_files
-from storesvc_client._storage.bucket import BucketRoot, HedgedCall, Responses
+from storesvc_client._storage.bucket import BucketRoot
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
 from tests.storage.freed_calls import assert_calls_freed
@@ -330,46 +328,27 @@ def test_buffers_are_freed_at_once(direct: store.Client) -> None:
         run.restore(0)
 
 
-def test_a_hedged_call_is_freed_at_once_though_both_its_requests_are_answered() -> None:
+async def test_a_hedged_call_is_freed_though_both_its_requests_are_answered() -> None:
     requests: list[ts.Promise[bytes]] = []
+    both = asyncio.Event()
 
-    def send() -> "ts.Future[bytes]":
+    async def ask() -> bytes:
         new: tuple[ts.Promise[bytes], ts.Future[bytes]] = ts.Promise.new()
         requests.append(new[0])
-        return new[1]
+        if len(requests) == 2:
+            both.set()
+        return await await_future(new[1])
 
-    began = time.monotonic() - 3  # slow enough to be hedged, not to be late
-    schedule = Hedging(hedging.READS).begin(0, now=began)
-    answers: Responses = queue.SimpleQueue()
-    window = Window(8)
-
-    def admit(now: float) -> float:
-        return window.admit(now=now)
-
-    call = HedgedCall(send, schedule, window, admit, log_nothing, answers, nullcontext)
-    call.step()
-    for request in requests:
-        request.set_result(b"read")
-    deadline = time.monotonic() + 30
-    while answers.qsize() < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    gc.disable()
-    try:
-        call.await_answer()
-        result = call.result()
-        call.end()
-        freed = weakref.ref(call)
-        del call, answers
-
-        assert result == b"read"
-        assert freed() is None
-    finally:
-        gc.enable()
-
-
-def log_nothing(seconds: float, now: float) -> None:
-    """For calls that are not late."""
+    hedged_at_once = Limits(floor_seconds=0.0, unknown_seconds=0.0)
+    sender = HedgedSender(hedged_at_once, "read", Window(8))
+    with assert_calls_freed():
+        answering = asyncio.ensure_future(sender.answer(ask, size_bytes=0, name="read"))
+        await both.wait()
+        for request in requests:
+            request.set_result(b"read")
+        assert await answering == b"read"
+        del answering
+        await asyncio.sleep(0.1)  # the other request ends
 
 
 @pytest.mark.parametrize("snapshot", ["none", "host"])

@@ -1,5 +1,7 @@
 """Slow reads are hedged, late reads are retried, and hedges are few; log lines, too."""
 
+import math
+
 from storesvc.storage.hedging import (
     HEDGE_BURST,
     HEDGE_SHARE,
@@ -127,13 +129,13 @@ def test_deadlines_follow_a_network_that_is_slower_than_assumed() -> None:
     assert 18 == writes.deadline_seconds
 
 
-def test_a_postponed_request_has_its_deadline_from_when_it_is_sent() -> None:
+def test_a_request_that_waits_has_its_deadline_from_when_it_is_sent() -> None:
     read = Hedging(Limits(answer_seconds=10)).begin(0, now=0)
 
-    read.postpone(100, now=1)
-    assert 101 == read.due
+    read.hold()
+    assert math.inf == read.due
     assert Step.WAIT is read.step(now=100)
-    assert Step.SEND is read.step(now=101)
+    read.resume(now=101)
     assert Step.RETRY is not read.step(now=110)
     assert Step.RETRY is read.step(now=111)
 

@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -481,7 +481,7 @@ BUCKET_GAP_BYTES: Final = 128 << 10
 """Largest gap between neighbours that is read too; skipping more is worth a request."""
 
 POLL_SECONDS: Final = 0.05
-"""Interval at which late reads are hedged or repeated."""
+"""Interval at which the deadline of the restore is checked."""
 
 
 class BucketSource:
@@ -510,14 +510,13 @@ class BucketSource:
         with Threads(PROCESSORS, "storesvc-direct") as pool:
             _BucketReads(self, assembly).run(deque(reads), pool)
 
-    def start(self, read: Read, answers: "queue.SimpleQueue[Any]") -> RangeRead:
-        """Starts a read; its responses arrive in `answers`."""
+    def start(self, read: Read) -> RangeRead:
+        """Starts a read."""
         return self._root.start_read(
             f"{self._pool}{read.file}",
             read.start,
             read.stop,
             what=f"restore of {self._name}: data file {read.file}",
-            answers=answers,
         )
 
     @property
@@ -553,14 +552,7 @@ class BucketSource:
 
     def _again(self, read: Read, start: int, stop: int) -> Bytes:
         """Reads bytes of a data file a second time."""
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        call = self.start(replace(read, start=start, stop=stop), answers)
-        try:
-            while not call.is_settled:
-                call.await_answer(at_most=POLL_SECONDS)
-            answer = call.result()
-        finally:
-            call.end()
+        answer = self.start(replace(read, start=start, stop=stop)).result()
         return np.frombuffer(answer.value, np.uint8)
 
 
@@ -571,13 +563,12 @@ class _BucketReads:
         self._source = source
         self._assembly = assembly
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Responses to reads; None after a response was processed."""
-        self._in_flight: dict[RangeRead, Read] = {}
+        """Reads that are answered; None after a response was processed."""
+        self._in_flight: dict[Read, RangeRead] = {}
         self._taken: list[tuple[Read, Future[int]]] = []
         """Reads whose response is being processed."""
         self._parts: dict[Read, ExitStack] = {}
         """Time measurement of each read."""
-        self._next_check = 0.0
 
     def run(self, reads: deque[Read], pool: Threads) -> None:
         """Performs the reads in the given order."""
@@ -591,7 +582,9 @@ class _BucketReads:
                     read = reads.popleft()
                     part = self._parts[read] = ExitStack()
                     part.enter_context(self._assembly.meter.part(read.file))
-                    self._in_flight[self._source.start(read, self._events)] = read
+                    call = self._in_flight[read] = self._source.start(read)
+                    call.add_done_callback(_putting(self._events, read))
+                    del call  # or its response would stay until the next one
                 self._await(pool)
                 # Release the memory of processed reads; one that failed raises.
                 for one in [one for one in self._taken if one[1].done()]:
@@ -607,35 +600,28 @@ class _BucketReads:
                     clear_variables(error)
             raise
         finally:
-            for call in self._in_flight:
-                call.end()
+            for call in self._in_flight.values():
+                call.cancel()
             self._taken.clear()  # their callbacks refer to this object
             for part in self._parts.values():
                 part.close()
 
     def _await(self, pool: Threads) -> None:
-        """Waits for the next event or the next check of late reads, and handles it."""
+        """Waits for the next event, and submits the response to a read to the thread
+        pool."""
         try:
             with self._assembly.meter.phase("read"):
-                event = self._events.get(timeout=POLL_SECONDS)
+                read = self._events.get(timeout=POLL_SECONDS)
         except queue.Empty:
-            event = None
-        if event is not None:
-            call, answer = event
-            call.take(answer)
-            self._settle(call, pool)
-        if time.monotonic() >= self._next_check:
-            self._next_check = time.monotonic() + POLL_SECONDS
-            for call in list(self._in_flight):
-                call.step()
-                self._settle(call, pool)
-
-    def _settle(self, call: RangeRead, pool: Threads) -> None:
-        """Submits the response of a settled read to the thread pool."""
-        if not call.is_settled or call not in self._in_flight:
             return
-        read = self._in_flight.pop(call)
-        call.end()
-        taking = pool.submit(self._source.take, read, call, self._assembly)
-        taking.add_done_callback(lambda _: self._events.put(None))
-        self._taken.append((read, taking))
+        if read is not None:
+            call = self._in_flight.pop(read)
+            taking = pool.submit(self._source.take, read, call, self._assembly)
+            taking.add_done_callback(lambda _: self._events.put(None))
+            self._taken.append((read, taking))
+
+
+def _putting(events: "queue.SimpleQueue[Any]", read: Read) -> Callable[[Any], None]:
+    """Returns a callback that puts a read into a queue; it refers to nothing else, so
+    that a response that nobody takes is freed at once."""
+    return lambda _: events.put(read)

@@ -2,58 +2,32 @@
 
 Every call has a limit: a slow one is hedged, a late one is repeated, and finally it
 fails (``storesvc.storage.hedging`` decides). This applies to writes, too, which may be
-repeated because no other process writes an object of the same name.
+repeated because no other process writes an object of the same name. The requests of all
+calls are sent by one event loop (``storesvc.storage.requests``).
 """
 
+import asyncio
 import logging
-import math
-import queue
-import threading
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Generic,
-    Self,
-    TypeAlias,
-    TypeVar,
-    assert_never,
-)
+from typing import TYPE_CHECKING, Final, Self, TypeAlias, TypeVar
 
 from storesvc.errors import StorageUnavailableError
 from storesvc.errors import StoreError as StorageError
 from storesvc.format.checksums import Buffer
 from storesvc.storage import hedging
 from storesvc.storage.bucket import translate_errors
-from storesvc.storage.hedging import (
-    PAUSE_SECONDS,
-    CallSchedule,
-    Hedging,
-    LogThrottle,
-    Step,
-)
 from storesvc.storage.location import Storage
 from storesvc.storage.remote import GcsLists, endpoint_in_environment, make_bucket
-from storesvc.storage.requests import add_jitter, shared_window
-from storesvc.storage.throttle import (
-    FIRST_PAUSE_SECONDS,
-    MAX_PAUSE_SECONDS,
-    OUTAGE_SECONDS,
-    Outcome,
-    Window,
-    classify,
-)
-from storesvc_client._storage.objects import ObjectCall, OwnStore, start_request
+from storesvc.storage.requests import HedgedSender, shared_window
+from storesvc.storage.throttle import OUTAGE_SECONDS
+from storesvc_client._storage.objects import OwnStore, start_request
 from storesvc_client.errors import InvalidRequestError, StoreError, error_class
 
 if TYPE_CHECKING:
-    import tensorstore as ts
-
-    from storesvc_client._storage.objects import LentStore
+    from storesvc_client._storage.objects import LentStore, ReadResult
 
 T = TypeVar("T")
 
@@ -71,15 +45,18 @@ class BucketRoot:
         credential permits."""
         self.storage = storage
         self._store = store
-        self._reads = Hedging(hedging.READS)
-        self._writes = Hedging(hedging.WRITES)
-        self._window = shared_window(storage)
+        sender = partial(
+            HedgedSender,
+            window=shared_window(storage),
+            probe=self._probe,
+            patience_seconds=OUTAGE_SECONDS,
+            log=_log,
+        )
+        self._reads = sender(hedging.READS, "read")
+        self._writes = sender(hedging.WRITES, "write")
         # A lent credential permits no lists.
         self._may_probe = storage.is_gcs and isinstance(store, OwnStore)
-        self._probing: ObjectCall | None = None
         self._lists: GcsLists | None = None
-        self._lock = threading.Lock()
-        self._log_throttle = LogThrottle()
 
     @classmethod
     def open(cls, storage: Storage) -> Self:
@@ -124,31 +101,25 @@ class BucketRoot:
             PreconditionError: The storage denies access.
             UnavailableError: The storage failed or did not answer in time.
         """
-        answers: Responses = queue.SimpleQueue()
-        read = self._reads.begin(0, now=time.monotonic())
-        what = self.storage.describe(path)
-        call = self._start(path, lambda: self._store.read(path), read, what, answers)
-        end = time.monotonic() + timeout
+        ask = partial(self._store.read, path)
+        reading = self._start(self._reads, path, ask, timeout=timeout)
         try:
-            while not call.is_settled and (left := end - time.monotonic()) > 0:
-                call.await_answer(at_most=left)
-            result = call.result()
+            result = reading.result()
         finally:
-            call.end()
+            reading.cancel()
         return result.value if result.state == "value" else None
 
-    def start_read(
-        self, path: str, start: int, stop: int, *, what: str, answers: "Responses"
-    ) -> "RangeRead":
-        """Starts a read of bytes ``[start, stop)`` of an object, `what` in logs."""
-        span = slice(start, stop)
-        return self._start(
-            path,
-            lambda: self._store.read(path, byte_range=span),
-            self._reads.begin(stop - start, now=time.monotonic()),
-            what,
-            answers,
-        )
+    def start_read(self, path: str, start: int, stop: int, *, what: str) -> "RangeRead":
+        """Starts a read of bytes ``[start, stop)`` of an object, `what` in logs; a
+        cancelled one is dropped. Its result raises:
+
+        Raises:
+            DataLossError: The object is shorter than the range.
+            PreconditionError: The storage denies access.
+            UnavailableError: The storage failed or did not answer in time.
+        """
+        ask = partial(self._store.read, path, slice(start, stop))
+        return self._start(self._reads, path, ask, size_bytes=stop - start, what=what)
 
     def write(
         self, path: str, data: Sequence[Buffer], *, what: str, check: Callable[[], None]
@@ -160,214 +131,53 @@ class BucketRoot:
             PreconditionError: The storage denies access.
             UnavailableError: The storage failed or did not answer in time.
         """
-        call = self._start(
-            path,
-            lambda: self._store.write(path, data),
-            self._writes.begin(sum(map(len, data)), now=time.monotonic()),
-            what,
-            queue.SimpleQueue(),
-        )
+        ask = partial(self._store.write, path, data)
+        size_bytes = sum(map(len, data))
+        writing = self._start(self._writes, path, ask, size_bytes=size_bytes, what=what)
         try:
-            while not call.is_settled:
+            while not writing.done():
                 check()
-                call.await_answer(at_most=POLL_SECONDS)
-            call.result()
+                wait([writing], POLL_SECONDS)
+            writing.result()
         finally:
-            call.end()
+            writing.cancel()
 
     def _start(
         self,
+        sender: HedgedSender,
         path: str,
-        send: "Callable[[], ts.Future[T]]",
-        hedge: CallSchedule,
-        what: str,
-        answers: "Responses",
-    ) -> "HedgedCall[T]":
-        return HedgedCall(
-            send,
-            hedge,
-            self._window,
-            self._admit,
-            partial(self._log_late, what),
-            answers,
-            partial(_translate_errors, self.storage, path),
-        )
+        ask: Callable[[], Awaitable[T]],
+        *,
+        size_bytes: int = 0,
+        what: str = "",
+        timeout: float | None = None,
+    ) -> "Future[T]":
+        async def answer() -> T:
+            with _translate_errors(self.storage, path):
+                async with asyncio.timeout(timeout):
+                    return await sender.answer(
+                        ask,
+                        size_bytes=size_bytes,
+                        name=what or self.storage.describe(path),
+                    )
 
-    def _admit(self, now: float) -> float:
-        """Admits a request as the window does; after a rejection, once a probe of the
-        bucket is answered, which waits as long as a ``Retry-After`` asks for."""
-        with self._lock:
-            if self._may_probe and self._window.is_rejecting:
-                probing = self._probing
-                if probing is None:
-                    self._probing = start_request(self._probe())
-                if probing is None or not probing.is_done:
-                    return FIRST_PAUSE_SECONDS
-                self._probing = None
-                if (error := probing.exception()) is not None:
-                    self._may_probe = isinstance(error, StorageUnavailableError)
-                    return FIRST_PAUSE_SECONDS
-        return self._window.admit(now=now)
+        return start_request(answer())
 
     async def _probe(self) -> None:
-        if self._lists is None:
-            self._lists = await GcsLists.for_storage(self.storage)
-        await self._lists.probe()
-
-    def _log_late(self, what: str, seconds: float, now: float) -> None:
-        if self._log_throttle.admits("late", now=now):
-            _log.warning("%s has not answered for %.0f s; retrying", what, seconds)
-
-
-class HedgedCall(Generic[T]):
-    """A read or write in flight, with its hedged and repeated requests.
-
-    Responses arrive in a queue; the owner of the queue passes each to ``take`` and
-    calls ``step`` when ``wait_seconds`` have passed, until ``is_settled``.
-    """
-
-    def __init__(
-        self,
-        send: "Callable[[], ts.Future[T]]",
-        hedge: CallSchedule,
-        window: Window,
-        admit: Callable[[float], float],
-        log_late: Callable[[float, float], None],
-        answers: "Responses",
-        translating: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """Sends the first request, as soon as the window of its bucket admits it."""
-        self._send = send
-        self._hedge = hedge
-        self._window = window
-        self._admit = admit
-        self._log_late = log_late
-        self._answers: Responses | None = answers
-        """None once the call has ended: a response that was not taken stays in the
-        queue and refers to this call, which must not refer to the queue then: its
-        buffers would wait for the garbage collector."""
-        self._translating = translating
-        self._in_flight: dict[Any, tuple[Callable[[Any], None], float]] = {}
-        """Requests in flight, each with the callback of its response and its start."""
-        self._failed: Any = None
-        """The response of the last request that failed."""
-        self._pause = FIRST_PAUSE_SECONDS
-        self._settled: Any = None
-        self.is_settled = False
-        """True once the result is known."""
-        self._begin()
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds until ``step`` is due."""
-        return max(0.0, self._hedge.due - time.monotonic())
-
-    def await_answer(self, *, at_most: float = math.inf) -> None:
-        """Waits for a response or performs the step that is due; for callers whose
-        queue serves no other call."""
-        assert self._answers is not None, "the call has ended"
+        """Returns once the bucket answers a probe; at once if it permits none."""
+        if not self._may_probe:
+            return
         try:
-            wait_seconds = min(at_most, self.wait_seconds)
-            self.take(self._answers.get(timeout=wait_seconds)[1])
-        except queue.Empty:
-            self.step()
-
-    def take(self, answer: Any) -> None:
-        """Processes a response; ignores responses to dropped requests."""
-        if self.is_settled or answer not in self._in_flight:
-            return
-        now, (_, began) = time.monotonic(), self._in_flight.pop(answer)
-        outcome = classify(answer.exception())
-        self._release(outcome, began)
-        if answer.exception() is not None:
-            self._failed = answer
-            if self._in_flight:
-                return
-            if outcome.is_transient and now - self._hedge.began < OUTAGE_SECONDS:
-                # The window knows how long to wait because of load.
-                self._hedge.postpone(add_jitter(self._pause), now=now)
-                self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
-                if now - self._hedge.began > PAUSE_SECONDS:
-                    self._log_late(now - self._hedge.began, now)
-                return
-        self._settled, self._failed, self.is_settled = answer, None, True
-
-    def step(self) -> None:
-        """Hedges, repeats or fails the call if that is due."""
-        match self._hedge.step(now=time.monotonic()):
-            case Step.FAIL:
-                self.is_settled = True
-            case Step.HEDGE | Step.SEND:
-                self._begin()
-            case Step.RETRY:
-                self._drop(list(self._in_flight)[self._hedge.kept :])
-                now = time.monotonic()
-                self._log_late(now - self._hedge.began, now)
-                self._begin()
-            case Step.WAIT:
-                pass
-            case step:
-                assert_never(step)
-
-    def result(self) -> T:
-        """Returns the first successful response of a settled call.
-
-        Raises:
-            DataLossError: The object is shorter than the range.
-            PreconditionError: The storage denies access.
-            UnavailableError: The storage failed or did not answer in time.
-        """
-        with self._translating():
-            if self._settled is None and self._failed is None:
-                raise TimeoutError
-            return (self._settled or self._failed).result()  # type: ignore[no-any-return]
-
-    def end(self) -> None:
-        """Drops the requests in flight and reports the latency to the hedging."""
-        self._drop(list(self._in_flight))
-        self._answers = None
-        if self._settled is not None:
-            self._hedge.record_answer(now=time.monotonic())
-        else:
-            self._hedge.record_abandonment()
-
-    def _begin(self) -> None:
-        now = time.monotonic()
-        if wait := self._admit(now):
-            if not self._in_flight:  # a hedge is not worth the wait
-                self._hedge.postpone(add_jitter(wait), now=now)
-            return
-        one, answer = self._send(), self._answer  # the bound method must be the same
-        self._in_flight[one] = answer, now
-        one.add_done_callback(answer)
-
-    def _release(self, outcome: Outcome, began: float) -> None:
-        self._window.release(
-            outcome,
-            began=began,
-            now=time.monotonic(),
-            size_bytes=self._hedge.size_bytes,
-        )
-
-    def _answer(self, one: Any) -> None:
-        answers = self._answers  # end() may be running
-        if answers is not None:
-            answers.put((self, one))
-
-    def _drop(self, dropped: list[Any]) -> None:
-        # Not cancel(), which can deadlock: see await_future. TensorStore drops a
-        # request when its future is no longer referenced.
-        for one in dropped:
-            answer, began = self._in_flight.pop(one)
-            one.remove_done_callback(answer)
-            self._release(Outcome.DROPPED, began)
+            if self._lists is None:
+                self._lists = await GcsLists.for_storage(self.storage)
+            await self._lists.probe()
+        except StorageUnavailableError:
+            raise
+        except StorageError:
+            self._may_probe = False
 
 
-RangeRead: TypeAlias = "HedgedCall[ts.KvStore.ReadResult]"
-
-
-Responses: TypeAlias = "queue.SimpleQueue[tuple[HedgedCall[Any], Any]]"
-"""Responses, each with its call."""
+RangeRead: TypeAlias = "Future[ReadResult]"
 
 
 @contextmanager

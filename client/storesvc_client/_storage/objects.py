@@ -1,12 +1,11 @@
 """Reads and creates objects in a bucket: with the credentials of this process, or with
 credentials that the server lends.
 
-`OwnStore` and `LentStore` have the two methods of TensorStore's key-value store that
-`BucketRoot` calls, so that its hedging and its limits apply here too. obstore takes any
-credentials, and sends the buffer that it is given; TensorStore takes credentials from
-the process only, one for all, and copies what it writes twice. An object is created,
-never replaced: what exists already was written by an earlier attempt of the same
-request, because its name is random.
+`OwnStore` and `LentStore` have the two methods that `BucketRoot` calls; each sends one
+request. obstore takes any credentials, and sends the buffer that it is given;
+TensorStore takes credentials from the process only, one for all, and copies what it
+writes twice. An object is created, never replaced: what exists already was written by
+an earlier attempt of the same request, because its name is random.
 
 With the credentials of this process, TensorStore reads. obstore creates the objects if
 it can do so with the same credentials, and TensorStore writes them otherwise:
@@ -31,7 +30,6 @@ import asyncio
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -203,57 +201,13 @@ _EXPIRED: Final = ("ExpiredToken", "InvalidToken")
 _MAX_REASON: Final = 200
 
 
-class ObjectCall:
-    """A request in flight, with the methods of TensorStore's futures that are used."""
-
-    def __init__(self, future: "Future[Any]") -> None:
-        self._future = future
-        self._callbacks: list[Callable[[ObjectCall], None]] = []
-
-    def add_done_callback(self, callback: Callable[["ObjectCall"], None]) -> None:
-        """Calls a function with this request once it has ended."""
-        self._callbacks.append(callback)
-        ended = weakref.WeakMethod(self._on_ended)
-
-        def call(_: object) -> None:
-            if (method := ended()) is not None:
-                method()
-
-        # The future keeps its callbacks for ever: with a reference to the request it
-        # would be a cycle, and the data would wait for Python's garbage collector.
-        self._future.add_done_callback(call)
-
-    def remove_done_callback(self, callback: Callable[["ObjectCall"], None]) -> None:
-        """Drops the request; the function may still be called."""
-        del callback
-        self._callbacks.clear()
-        self._future.cancel()
-
-    def _on_ended(self) -> None:
-        # another thread may remove them at this moment
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
-
-    @property
-    def is_done(self) -> bool:
-        """True if the request has ended."""
-        return self._future.done()
-
-    def exception(self) -> BaseException | None:
-        """Returns the error of a request that has ended."""
-        return self._future.exception()
-
-    def result(self) -> Any:
-        """Returns the response of a request that has ended, or raises its error."""
-        return self._future.result()
-
+T = TypeVar("T")
 
 _starting = threading.Lock()
 _loops: list[asyncio.AbstractEventLoop] = []
 
 
-def start_request(request: Coroutine[Any, Any, Any]) -> ObjectCall:
+def start_request(request: Coroutine[Any, Any, T]) -> "Future[T]":
     """Starts a request on the one event loop of all requests, on a daemon thread."""
     with _starting:
         if not _loops:
@@ -262,7 +216,7 @@ def start_request(request: Coroutine[Any, Any, Any]) -> ObjectCall:
                 target=loop.run_forever, name="storesvc-objects", daemon=True
             ).start()
             _loops.append(loop)
-    return ObjectCall(asyncio.run_coroutine_threadsafe(request, _loops[0]))
+    return asyncio.run_coroutine_threadsafe(request, _loops[0])
 
 
 async def create(
@@ -359,9 +313,6 @@ def _client(endpoint: str | None) -> "ClientConfig":
     }
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """Response to a read, as TensorStore's."""
@@ -383,16 +334,8 @@ class LentStore:
         self._credential = credential
         self._opened: tuple[Lent, Objects] | None = None
 
-    # ``Any`` stands for a future of TensorStore.
-    def read(self, path: str, *, byte_range: slice | None = None) -> Any:
-        """Starts a read of an object, or of bytes of it."""
-        return start_request(self._read(path, byte_range))
-
-    def write(self, path: str, data: Sequence[Buffer]) -> Any:
-        """Starts the creation of an object."""
-        return start_request(self._sent(path, partial(_create, self._key(path), data)))
-
-    async def _read(self, path: str, span: slice | None) -> ReadResult:
+    async def read(self, path: str, span: slice | None = None) -> ReadResult:
+        """Reads an object, or bytes of it."""
         import obstore
         from obstore.exceptions import NotFoundError
 
@@ -415,6 +358,10 @@ class LentStore:
                 f"not satisfied by {len(data)} bytes and total size {size}"
             )
         return ReadResult("value", data)
+
+    async def write(self, path: str, data: Sequence[Buffer]) -> None:
+        """Creates an object."""
+        await self._sent(path, partial(_create, self._key(path), data))
 
     async def _sent(
         self, path: str, send: "Callable[[Objects], Coroutine[Any, Any, T]]"
@@ -507,19 +454,21 @@ class OwnStore:
         self._is_opened = False
         self._objects: Objects | None = None
 
-    # ``Any`` stands for a future of TensorStore.
-    def read(self, path: str, *, byte_range: slice | None = None) -> Any:
-        """Starts a read of an object, or of bytes of it."""
-        if byte_range is None:
-            return self._kvstore.read(path)
-        return self._kvstore.read(path, byte_range=byte_range)
+    async def read(self, path: str, span: slice | None = None) -> ReadResult:
+        """Reads an object, or bytes of it."""
+        reading: Any = self._kvstore.read(path, byte_range=span)
+        found: ReadResult = await await_future(reading)
+        return found
 
-    def write(self, path: str, data: Sequence[Buffer]) -> Any:
-        """Starts the creation of an object."""
-        objects = self._opened()
+    async def write(self, path: str, data: Sequence[Buffer]) -> None:
+        """Creates an object."""
+        objects = self._objects
+        if not self._is_opened:
+            objects = await run_in_daemon_thread(self._opened)
         if objects is None:
-            return self._kvstore.write(path, b"".join(data))
-        return start_request(self._create(objects, path, data))
+            await await_future(self._kvstore.write(path, b"".join(data)))
+        else:
+            await self._create(objects, path, data)
 
     @property
     def copies_writes(self) -> bool:

@@ -61,8 +61,13 @@ def test_a_deadline_error_names_the_cause_of_the_retries(
         made.append("did not answer in time" if deadline.left <= 0 else "refused")
         raise UnavailableError(made[-1])
 
+    def retry_act() -> None:
+        for attempt in retry.attempts(deadline=deadline):
+            with attempt:
+                act()
+
     with pytest.raises(UnavailableError, match="refused"):
-        retry.retry_until(deadline, act)
+        retry_act()
 
     assert "did not answer in time" == made[-1]
 

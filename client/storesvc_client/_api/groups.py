@@ -480,10 +480,9 @@ class Retention:
         )
         if policy is not None:
             request.policy.CopyFrom(policy_message(policy))
-        for attempt in self._stub.connection.attempts("ApplyRetention"):
-            with attempt:
-                decisions = Rows(self._decisions(request))
-        return decisions
+        return self._stub.connection.retry(
+            "ApplyRetention", lambda: Rows(self._decisions(request))
+        )
 
     def apply(self) -> list[RetentionDecision]:
         """Deletes the checkpoints that the policy of the run does not keep, at once.

@@ -857,10 +857,9 @@ class Run:
             base=self._stub.checkpoint_name(base).resource,
             name=other.checkpoint_name(which).resource,
         )
-        for attempt in self._stub.connection.attempts("DiffCheckpoints"):
-            with attempt:
-                return _difference(self._stub, request)
-        raise AssertionError
+        return self._stub.connection.retry(
+            "DiffCheckpoints", lambda: _difference(self._stub, request)
+        )
 
     def import_from(
         self,
@@ -1135,17 +1134,16 @@ def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:
 def _difference(stub: RunStub, request: api.DiffCheckpointsRequest) -> Diff:
     summary = api.DiffSummary()
     found, items = list[LeafDifference](), list[ItemDifference]()
-    with translate_rpc_errors(stub.connection.address):
-        for response in stub.service.DiffCheckpoints(
-            request, timeout=stub.connection.timeout
-        ):
-            if response.HasField("summary"):
-                summary = response.summary
-            for difference in response.differences:
-                if is_item(difference.key):
-                    items.append(ItemDifference.from_message(difference))
-                else:
-                    found.append(LeafDifference.from_message(difference))
+    for response in stub.service.DiffCheckpoints(
+        request, timeout=stub.connection.timeout
+    ):
+        if response.HasField("summary"):
+            summary = response.summary
+        for difference in response.differences:
+            if is_item(difference.key):
+                items.append(ItemDifference.from_message(difference))
+            else:
+                found.append(LeafDifference.from_message(difference))
     return Diff(
         base=Checkpoint.from_message(summary.base),
         checkpoint=Checkpoint.from_message(summary.checkpoint),

@@ -566,12 +566,12 @@ def _read_manifest(
     """Returns a checkpoint and its manifest; reads a corrupt manifest a second time,
     because the first read may have been corrupted in transit."""
     for is_last in (False, True):
-        message, data = connection.retry_until(
+        message, data = connection.retry(
             "ReadManifest",
-            deadline,
             lambda: _manifest_bytes(
                 connection, request, timeout=connection.seconds(deadline)
             ),
+            deadline=deadline,
         )
         try:
             with collector_paused():

@@ -20,7 +20,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -31,13 +31,10 @@ from google.protobuf.message import Message
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._rpc.process_exit import check_process, close_at_exit, note_close
 from storesvc_client._rpc.retry import (
-    LEAST_ATTEMPTS,
     PATIENCE_SECONDS,
-    Wait,
+    Attempt,
     Waits,
     attempts,
-    is_transient,
-    retry_until,
 )
 from storesvc_client._rpc.tls import (
     ForwardingChannel,
@@ -54,7 +51,6 @@ from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
     StoreError,
-    UnavailableError,
     error_class,
     translate_rpc_errors,
 )
@@ -65,8 +61,6 @@ from storesvc_proto.v1.errors_pb2 import DamagedRecord
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 
 if TYPE_CHECKING:
-    from tenacity import AttemptManager
-
     from storesvc.server.embedded import EmbeddedServer
     from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
@@ -355,57 +349,33 @@ class Connection:
         """
         ends = Deadline.after(self.patience)
         deadline = min(deadline, ends, key=lambda each: each.end)
+        for attempt in self.attempts(_name(request), deadline=deadline, is_quick=True):
+            with attempt:
+                return self._call(method, request, deadline)
+        raise AssertionError
 
-        def act() -> T:
-            return self._call(method, request, deadline)
-
-        with self._waiting(_name(request), deadline, is_quick=True) as wait:
-            try:  # the first attempt needs no tenacity, which is slow to import
-                return self._try_once(wait, act, deadline)
-            except StoreError as e:
-                if deadline.left <= 0 or not is_transient(e):
-                    raise
-                first_error = e if isinstance(e, UnavailableError) else None
-            return retry_until(
-                deadline,
-                lambda: self._try_once(wait, act, deadline),
-                least_attempts=LEAST_ATTEMPTS - 1,
-                first_error=first_error,
-            )
-
-    def retry_until(self, call: str, deadline: Deadline, act: Callable[[], T]) -> T:
-        """Retries a function as ``attempts`` does and returns its result."""
-        with self._waiting(call, deadline) as wait:
-            return retry_until(deadline, lambda: self._try_once(wait, act, deadline))
+    def retry(
+        self, call: str, act: Callable[[], T], *, deadline: Deadline = NEVER
+    ) -> T:
+        """Returns the result of an idempotent call, which is retried as ``attempts``
+        says; translates its errors."""
+        for attempt in self.attempts(call, deadline=deadline):
+            with attempt, translate_rpc_errors(self.address):
+                return act()
+        raise AssertionError
 
     def attempts(
-        self, call: str, *, deadline: Deadline = NEVER
-    ) -> "Iterator[AttemptManager]":
+        self, call: str, *, deadline: Deadline = NEVER, is_quick: bool = False
+    ) -> Iterator[Attempt]:
         """Yields attempts at an idempotent call, as ``retry.attempts``; logs long
         waits."""
-        with self._waiting(call, deadline) as wait:
+        patience = max(0.0, min(PATIENCE_SECONDS, deadline.left))
+        with self.waits.during(call, patience=patience, is_quick=is_quick) as wait:
             for attempt in attempts(deadline=deadline, call=call):
                 wait.try_for(self.seconds(deadline))
                 yield attempt
-                outcome = attempt.retry_state.outcome
-                error = outcome.exception() if outcome is not None else None
-                if isinstance(error, StoreError):
-                    wait.fail(error)
-
-    def _waiting(
-        self, call: str, deadline: Deadline, *, is_quick: bool = False
-    ) -> AbstractContextManager[Wait]:
-        patience = max(0.0, min(PATIENCE_SECONDS, deadline.left))
-        return self.waits.during(call, patience=patience, is_quick=is_quick)
-
-    def _try_once(self, wait: Wait, act: Callable[[], T], deadline: Deadline) -> T:
-        """Makes one of several attempts and returns its result."""
-        wait.try_for(self.seconds(deadline))
-        try:
-            return act()
-        except StoreError as e:
-            wait.fail(e)
-            raise
+                if attempt.error is not None:
+                    wait.fail(attempt.error)
 
     def _call(
         self, method: Callable[..., T], request: Message, deadline: Deadline

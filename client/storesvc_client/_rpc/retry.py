@@ -11,25 +11,23 @@ take long, such as a stream of chunks, is logged only if it is being retried, or
 server does not answer a probe either.
 
 Users read a traceback from its end: the message, then the line of this library that
-raised it. The frames by which a retry library or a thread pool passes an error from one
-thread to another add nothing to that, and are removed (``trim``).
+raised it. The frames by which a thread pool passes an error from one thread to another
+add nothing to that, and are removed (``trim``).
 """
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final
 
 from storesvc.storage.throttle import OUTAGE_SECONDS
 from storesvc_client._values.arguments import NEVER, Deadline
 from storesvc_client.errors import LimitError, StoreError, UnavailableError
 from storesvc_proto.v1 import upload_service_pb2
-
-if TYPE_CHECKING:
-    from tenacity import AttemptManager, RetryCallState
 
 WARN_SECONDS: Final = 2.0
 """Time after which a waiting call is logged."""
@@ -80,7 +78,7 @@ class Wait:
         now = time.monotonic()
         if self._is_pausing:
             since = now if self._failed_at is None else self._failed_at
-            self.is_late = now - since > WARN_SECONDS
+            self.is_late |= now - since > WARN_SECONDS
         elif now - self._checked_at >= self._pause:
             if not self.is_quick:
                 # Probe less and less often, because very many processes may do so.
@@ -167,7 +165,7 @@ class Waits:
                     _log.warning("%s", wait.text(self._address))
 
 
-_CARRIERS: Final = ("concurrent.futures", "contextlib", "tenacity")
+_CARRIERS: Final = ("concurrent.futures", "contextlib")
 """Packages whose frames are removed."""
 
 _OWN: Final = ("storesvc", *_CARRIERS)
@@ -231,53 +229,80 @@ LEAST_ATTEMPTS: Final = 2
 """Minimum attempts, however long each takes: a server that stops may hold a call for
 its whole timeout."""
 
-T = TypeVar("T")
+FIRST_PAUSE_SECONDS: Final = 0.1
+"""Longest pause after the first attempt; doubles with each attempt."""
+
+MAX_PAUSE_SECONDS: Final = 5.0
+"""Longest pause, before what the server asks for."""
 
 BEGINNINGS: Final = 5
 """Maximum starts of a long call that is cut off when a server ends and cannot be
 resumed."""
 
 
-def attempts(
-    least_attempts: int = LEAST_ATTEMPTS, *, deadline: Deadline = NEVER, call: str = ""
-) -> "Iterator[AttemptManager]":
-    """Yields attempts at an idempotent call, at least `least_attempts` up to the
+def attempts(*, deadline: Deadline = NEVER, call: str = "") -> "Iterator[Attempt]":
+    """Yields attempts at an idempotent call, at least ``LEAST_ATTEMPTS`` up to the
     deadline; pauses between them. `call` is the name of its rpc.
 
-    Retries transient errors only; raises the last one.
+    Retries transient errors only; raises the last one, or, if the deadline cut that
+    attempt off, the one before.
 
     >>> for attempt in attempts():
     ...     with attempt:
     ...         answer = 42
     """
-    # Imported late: most commands need no retry.
-    from tenacity import (
-        Retrying,
-        retry_if_exception,
-        stop_after_delay,
-        wait_random_exponential,
-    )
-
-    random_pause = wait_random_exponential(multiplier=0.1, max=5)
-    is_late = stop_after_delay(deadline.left)
-    is_lasting = _Stop(least_attempts, outlasts=call in SAVING)
-
-    def pause(state: "RetryCallState") -> float:
-        error = _error(state)
+    attempt = Attempt(deadline, outlasts=call in SAVING)
+    longest = FIRST_PAUSE_SECONDS
+    while True:
+        yield attempt
+        if (error := attempt.error) is None:
+            return
         least = error.retry_seconds if _is_busy(error) else None
-        return min((least or 0.0) + random_pause(state), max(0.0, deadline.left))
+        pause = (least or 0.0) + random.uniform(0, longest)  # noqa: S311 - no secret
+        longest = min(2 * longest, MAX_PAUSE_SECONDS)
+        del error
+        time.sleep(min(pause, max(0.0, deadline.left)))
 
-    retrying = Retrying(
-        retry=retry_if_exception(is_transient),
-        stop=lambda state: is_late(state) or is_lasting(state),
-        wait=pause,
-        reraise=True,
-    )
-    try:
-        yield from retrying
-    except StoreError as e:
-        trim(e)
-        raise
+
+class Attempt:
+    """A context for an attempt at a call, and for the next one after an error that may
+    pass, which it keeps."""
+
+    def __init__(self, deadline: Deadline, *, outlasts: bool) -> None:
+        """Creates it; `outlasts` an outage of the server's storage."""
+        self._deadline = deadline
+        self._outlasts = outlasts
+        self._count = 0
+        self._began = self._answered_at = time.monotonic()
+        """Time of the first attempt, and of the last response of a live server."""
+        self.error: StoreError | None = None
+        """Error of the attempt before; None if this was the last one."""
+
+    def __enter__(self) -> None:
+        self._count += 1
+
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> bool:
+        previous, self.error = self.error, None
+        if isinstance(error, StoreError):
+            trim(error)
+            if is_transient(error) and not self._is_last(error):
+                self.error = error
+            elif self._deadline.left <= 0 and isinstance(previous, UnavailableError):
+                raise previous from error  # of an attempt that was not cut off
+        return self.error is not None
+
+    def _is_last(self, error: StoreError) -> bool:
+        """Returns whether a kind of error has lasted too long."""
+        now = time.monotonic()
+        if self._deadline.left <= 0:
+            return True
+        if self._outlasts and _is_outage(error):
+            return now - self._began >= OUTAGE_SECONDS
+        if _is_busy(error):
+            self._answered_at = now
+            return now - self._began >= BUSY_SECONDS
+        has_lasted = now - self._answered_at >= PATIENCE_SECONDS
+        return has_lasted and self._count >= LEAST_ATTEMPTS
 
 
 def is_transient(error: BaseException) -> bool:
@@ -299,62 +324,3 @@ def _is_busy(error: BaseException) -> bool:
         and error.reason in ("LIMIT_EXCEEDED", "QUOTA_EXCEEDED")
         and error.retry_seconds is not None
     )
-
-
-def _error(state: "RetryCallState") -> StoreError:
-    assert state.outcome is not None
-    error = state.outcome.exception()
-    assert isinstance(error, StoreError)
-    return error
-
-
-class _Stop:
-    """Stops retrying when a kind of error has lasted too long."""
-
-    def __init__(self, least_attempts: int, *, outlasts: bool) -> None:
-        """Creates it; `outlasts` an outage of the server's storage."""
-        self._least_attempts = least_attempts
-        self._outlasts = outlasts
-        self._answered_at = 0.0
-        """Seconds from the first attempt to the last response of a live server."""
-
-    def __call__(self, state: "RetryCallState") -> bool:
-        seconds = state.seconds_since_start
-        assert seconds is not None
-        error = _error(state)
-        if self._outlasts and _is_outage(error):
-            return seconds >= OUTAGE_SECONDS
-        if _is_busy(error):
-            self._answered_at = seconds
-            return seconds >= BUSY_SECONDS
-        return (
-            seconds - self._answered_at >= PATIENCE_SECONDS
-            and state.attempt_number >= self._least_attempts
-        )
-
-
-def retry_until(
-    deadline: Deadline,
-    act: Callable[[], T],
-    *,
-    least_attempts: int = LEAST_ATTEMPTS,
-    first_error: UnavailableError | None = None,
-) -> T:
-    """Retries a function as ``attempts`` does and returns its result; `first_error` is
-    that of an earlier attempt of the caller.
-
-    Raises:
-        UnavailableError: The error of the last attempt; if the deadline cut that one
-            off, the error of the previous attempt, which says more.
-    """
-    previous = first_error
-    for attempt in attempts(least_attempts, deadline=deadline):
-        with attempt:
-            try:
-                return act()
-            except UnavailableError as e:
-                if previous is not None and deadline.left <= 0:
-                    raise previous from e
-                previous = e
-                raise
-    raise AssertionError

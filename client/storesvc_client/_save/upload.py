@@ -336,9 +336,7 @@ class Upload:
         upload = self._begun.result()
         found: set[int] = set()
         if upload.resumes or upload.base:
-            for attempt in self._connection.attempts("FindChunks"):
-                with attempt:
-                    found = self._found(self._writer.ref(upload), known)
+            found = self._find_chunks(self._writer.ref(upload), known)
         return self._reuse_known(known, found)
 
     def _upload_soon(self) -> api.Upload:
@@ -456,9 +454,7 @@ class Upload:
             ]
         for one in working:
             one.result()
-        for attempt in self._connection.attempts("FindChunks"):
-            with attempt:
-                found = self._found(ref, self._sums.result(chunks))
+        found = self._find_chunks(ref, self._sums.result(chunks))
         reused = np.array(sorted(found), np.int64)
         self._reuse(reused)
         for filled in slabs:
@@ -476,6 +472,9 @@ class Upload:
         """Records chunks that the store holds and that are not sent."""
         self._reused[chunks] = True
         self._meter.add(int(self._tree.stored_lengths[chunks].sum()))
+
+    def _find_chunks(self, ref: api.WriterRef, sums: Sums) -> set[int]:
+        return self._connection.retry("FindChunks", lambda: self._found(ref, sums))
 
     def _found(
         self, ref: api.WriterRef, sums: Sums, timeout: float | None = None

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from platform import node
 from typing import Any, Final, SupportsFloat, TypeVar
 
@@ -56,7 +56,6 @@ from storesvc_client.errors import (
     PreconditionError,
     StoreError,
     UnavailableError,
-    translate_rpc_errors,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import tree_pb2
@@ -181,10 +180,7 @@ class Writer:
         def create(request_id: str) -> Checkpoint:
             request.request_id = request_id
             timeout = self._connection.timeout
-            with (
-                self._meter.phase("commit"),
-                translate_rpc_errors(self._connection.address),
-            ):
+            with self._meter.phase("commit"):
                 try:
                     answer = self._stub.CreateCheckpoint(request, timeout=timeout)
                 except grpc.RpcError as e:
@@ -204,9 +200,7 @@ class Writer:
         for last_try in (False, False, True):
             request_id = str(uuid.uuid4())
             try:
-                for attempt in self._connection.attempts(call):
-                    with attempt:
-                        return act(request_id)
+                return self._connection.retry(call, partial(act, request_id))
             except ConflictError as e:
                 # The step was freed in the meantime; a request id begins only once.
                 if last_try or e.reason != "UPLOAD_NOT_FOUND":
@@ -224,9 +218,7 @@ class Writer:
         Raises:
             StoreError: As the contract states for FinishWriter.
         """
-        for attempt in self._connection.attempts("FinishWriter"):
-            with attempt, self._meter.phase("finish"):
-                self._finish(ref, sums, report)
+        self._connection.retry("FinishWriter", lambda: self._finish(ref, sums, report))
 
     def describe_end(
         self, sums: Sums, placed: tree_pb2.ChunkTable | None, report: WriterReport
@@ -258,15 +250,13 @@ class Writer:
         self, ref: api.WriterRef, end: api.WriterEnd | None = None
     ) -> checkpoint_api.Checkpoint:
         request = api.CommitUploadRequest(name=ref.upload, epoch=ref.epoch, end=end)
-        timeout = self._connection.timeout
-        for attempt in self._connection.attempts("CommitUpload"):
-            with (
-                attempt,
-                self._meter.phase("commit"),
-                translate_rpc_errors(self._connection.address),
-            ):
+
+        def commit() -> checkpoint_api.Checkpoint:
+            timeout = self._connection.timeout
+            with self._meter.phase("commit"):
                 return self._stub.CommitUpload(request, timeout=timeout).checkpoint
-        raise AssertionError
+
+        return self._connection.retry("CommitUpload", commit)
 
     def fail(self, error: BaseException) -> None:
         """Publishes to other processes that this one failed; does nothing here."""
@@ -324,8 +314,7 @@ class Writer:
     def _send(
         self, method: Callable[..., Any], requests: Iterable[_Opening]
     ) -> api.Upload:
-        with translate_rpc_errors(self._connection.address):
-            response = method(iter(requests), timeout=self._connection.timeout)
+        response = method(iter(requests), timeout=self._connection.timeout)
         upload: api.Upload = response.upload
         return upload
 
@@ -342,7 +331,7 @@ class Writer:
             for part in pack_sums(sums):
                 yield api.FinishWriterRequest(chunks=part)
 
-        with translate_rpc_errors(self._connection.address):
+        with self._meter.phase("finish"):
             self._stub.FinishWriter(requests(), timeout=self._connection.timeout)
 
 
@@ -440,18 +429,16 @@ class JointWriter(Writer):
         if digests := self._await_digests():
             brief.open.values_digest = digest(digests)
         try:
-            return self._call_join(lambda: self._send(self._stub.JoinUpload, [brief]))
+            return self._connection.retry(
+                "JoinUpload", lambda: self._send(self._stub.JoinUpload, [brief])
+            )
         except StoreError as e:
             if e.reason != "PLAN_MISMATCH":
                 raise
         first = api.JoinUploadRequest(open=opening, leaf_count=len(self._tree.leaves))
-        return self._call_join(lambda: self._send_leaves(self._stub.JoinUpload, first))
-
-    def _call_join(self, send: Callable[[], api.Upload]) -> api.Upload:
-        for attempt in self._connection.attempts("JoinUpload"):
-            with attempt:
-                return send()
-        raise AssertionError
+        return self._connection.retry(
+            "JoinUpload", lambda: self._send_leaves(self._stub.JoinUpload, first)
+        )
 
     def describe_end(
         self, sums: Sums, placed: tree_pb2.ChunkTable | None, report: WriterReport
@@ -460,15 +447,13 @@ class JointWriter(Writer):
 
     def finish(self, ref: api.WriterRef, sums: Sums, report: WriterReport) -> None:
         """See ``Writer.finish``."""
-        for attempt in self._connection.attempts("FinishWriter"):
-            with attempt, self._meter.phase("finish"):
-                try:
-                    self._finish(ref, sums, report)
-                except AlreadyExistsError:
-                    # The response to an earlier attempt was lost, and others committed.
-                    if self._get_upload(ref.upload).state != api.Upload.STATE_COMMITTED:
-                        raise
-                    return
+        try:
+            super().finish(ref, sums, report)
+        except AlreadyExistsError:
+            # The response to an earlier attempt was lost, and others committed.
+            if self._get_upload(ref.upload).state != api.Upload.STATE_COMMITTED:
+                raise
+            return
         with suppress(StoreError):  # else the others find out by the store
             self._is_last = self._joint.finish()
 

@@ -20,7 +20,6 @@ from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,
     UnavailableError,
-    translate_rpc_errors,
 )
 from storesvc_proto.v1 import access_service_pb2 as api
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -211,9 +210,10 @@ class LentBucket:
         """
         from storesvc_client._storage.objects import GcsSecret, Lent, S3Secret
 
-        for attempt in self._connection.attempts("LendCredentials"):
-            with attempt, translate_rpc_errors(self._connection.address):
-                answer = self._stub.LendCredentials(request, timeout=LEND_SECONDS)
+        answer = self._connection.retry(
+            "LendCredentials",
+            lambda: self._stub.LendCredentials(request, timeout=LEND_SECONDS),
+        )
         prefix = f"{self.storage.name}/{expected}"
         if answer.prefix != prefix:
             raise InvalidRequestError(

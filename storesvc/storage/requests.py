@@ -8,9 +8,7 @@ the process or of a cancelled caller.
 import asyncio
 import logging
 import random
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import (
@@ -34,6 +32,7 @@ from storesvc.storage.hedging import (
     Step,
 )
 from storesvc.storage.location import Storage
+from storesvc.storage.threads import Threads
 from storesvc.storage.throttle import (
     FIRST_PAUSE_SECONDS,
     MAX_PAUSE_SECONDS,
@@ -199,23 +198,11 @@ async def run_in_daemon_thread(
     ``asyncio.to_thread`` uses executor threads, which the interpreter joins at exit: a
     storage that does not answer would delay the exit by the timeout of its client.
     """
-    result: Future[T] = Future()
-    result.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-
-    def run(result: Future[T]) -> None:
-        try:
-            result.set_result(function(*args, **kwargs))
-        except BaseException as e:  # noqa: BLE001 - the awaiting caller raises it
-            result.set_exception(e)
-        # An error refers to the frames that it passed: if one of them referred to the
-        # result, sockets of the function would wait for the garbage collector.
-        del result
-
-    threading.Thread(
-        target=run, args=(result,), name="storesvc-blocking-call", daemon=True
-    ).start()
-    waiting = [asyncio.wrap_future(result)]
-    del result
+    threads = Threads(1, "storesvc-blocking-call")
+    # An error refers to the frames that it passed: if one of them referred to the
+    # result, sockets of the function would wait for the garbage collector.
+    waiting = [asyncio.wrap_future(threads.submit(function, *args, **kwargs))]
+    threads.shutdown(wait=False)
     return await waiting.pop()
 
 

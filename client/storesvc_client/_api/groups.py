@@ -129,8 +129,10 @@ def collect(
     """Collects garbage as ``Client.collect``; yields each run once, over as many calls
     as it takes."""
     seen = set[str]()
+    collect = MaintenanceServiceStub(connection.channel).CollectGarbage
     for left in reversed(range(BEGINNINGS)):
-        with closing(_passes(connection, request)) as passes:
+        passes = connection.stream("CollectGarbage", partial(collect, request))
+        with closing(passes):
             try:
                 for message in passes:
                     if message.done and message.run not in seen:
@@ -142,24 +144,6 @@ def collect(
                     raise
             else:
                 return
-
-
-def _passes(
-    connection: Connection, request: maintenance_service_pb2.CollectGarbageRequest
-) -> Generator[maintenance_service_pb2.CollectGarbageResponse]:
-    """Yields the messages of one call."""
-    stub = MaintenanceServiceStub(connection.channel)
-    for attempt in connection.attempts("CollectGarbage"):
-        with attempt, translate_rpc_errors(connection.address):
-            stream = stub.CollectGarbage(request)
-            first = next(stream, None)
-    try:
-        if first is not None:
-            yield first
-        with translate_rpc_errors(connection.address):
-            yield from stream
-    finally:
-        stream.cancel()  # if the caller stops early, the server must stop, too
 
 
 class Holds:

@@ -1108,27 +1108,23 @@ def run_copy(
 
 def _findings(stub: RunStub, name: CheckpointName) -> Generator[Verification]:
     """Yields the findings so far: first none, once the server has begun."""
-    connection = stub.connection
-    service = MaintenanceServiceStub(connection.channel)
+    verify = MaintenanceServiceStub(stub.connection.channel).VerifyCheckpoint
     request = maintenance_api.VerifyCheckpointRequest(name=name.resource)
-    for attempt in connection.attempts("VerifyCheckpoint"):
-        with attempt, translate_rpc_errors(connection.address):
-            stream = service.VerifyCheckpoint(request)
-            checkpoint = Checkpoint.from_message(next(stream).checkpoint)
+    reports = stub.connection.stream("VerifyCheckpoint", partial(verify, request))
     damages = list[Damage]()
-    yield Verification(checkpoint=checkpoint, chunk_count=0, stored_bytes=0, damages=())
-    try:
-        with translate_rpc_errors(connection.address):
-            for report in stream:
-                damages += (read_message(Damage, each) for each in report.damages)
-                yield Verification(
-                    checkpoint=checkpoint,
-                    chunk_count=report.chunk_count,
-                    stored_bytes=report.stored_bytes,
-                    damages=tuple(damages),
-                )
-    finally:
-        stream.cancel()  # if the caller stops early, the server must stop, too
+    with closing(reports):
+        checkpoint = Checkpoint.from_message(next(reports).checkpoint)
+        yield Verification(
+            checkpoint=checkpoint, chunk_count=0, stored_bytes=0, damages=()
+        )
+        for report in reports:
+            damages += (read_message(Damage, each) for each in report.damages)
+            yield Verification(
+                checkpoint=checkpoint,
+                chunk_count=report.chunk_count,
+                stored_bytes=report.stored_bytes,
+                damages=tuple(damages),
+            )
 
 
 def _difference(stub: RunStub, request: api.DiffCheckpointsRequest) -> Diff:

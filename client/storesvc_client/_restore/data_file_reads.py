@@ -12,9 +12,9 @@ Reads whose bytes are copied from a response have a limit of their own for the b
 flight.
 """
 
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -24,6 +24,7 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.chunks import I64, Read, plan_reads
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.manifests import Manifest
+from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffers import Bytes
 from storesvc_client._chunks.memory import collector_paused
 from storesvc_client._restore.assembly import Assembly
@@ -83,36 +84,25 @@ class BufferBudget:
         if not reads:
             return
         threads, work = min(threads, len(reads)), iter(reads)
-        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
-            try:
-                # until none is left or another thread has failed
-                while (read := self._take(work, assembly)) is not None:
-                    freed = 0
-                    try:
-                        freed = take(read)
-                    finally:
-                        self.give_back(read, freed)
-            except BaseException as e:  # noqa: BLE001 - raised by the waiting thread
-                ended.put(e)
-            else:
-                ended.put(None)
-
-        try:
-            for _ in range(threads):
-                threading.Thread(
-                    target=run, name="storesvc-direct", daemon=True
-                ).start()
-            while threads:
+            # until none is left or another thread has failed
+            while (read := self._take(work, assembly)) is not None:
+                freed = 0
                 try:
-                    error = ended.get(timeout=POLL_SECONDS)
-                except queue.Empty:
-                    check()
-                    continue
-                if error is not None:
-                    raise error
-                threads -= 1
+                    freed = take(read)
+                finally:
+                    self.give_back(read, freed)
+
+        pool = Threads(threads, "storesvc-direct")
+        running = {pool.submit(run) for _ in range(threads)}
+        pool.shutdown(wait=False)
+        try:
+            while running:
+                ended, running = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+                for one in ended:
+                    one.result()
+                check()
         except BaseException:  # one failed, or Ctrl-C: stop the others
             with self._changed:
                 self.is_stopped = True

@@ -364,6 +364,23 @@ class Connection:
                 return act()
         raise AssertionError
 
+    def stream(self, call: str, begin: Callable[[], Any]) -> Generator[Any]:
+        """Yields the messages of a stream, whose first one is retried as ``attempts``
+        says; cancels it if the caller stops early: the server must stop, too."""
+
+        def start() -> tuple[Any, Any]:
+            stream = begin()
+            return stream, next(stream, None)
+
+        stream, first = self.retry(call, start)
+        try:
+            if first is not None:
+                yield first
+            with translate_rpc_errors(self.address):
+                yield from stream
+        finally:
+            stream.cancel()
+
     def attempts(
         self, call: str, *, deadline: Deadline = NEVER, is_quick: bool = False
     ) -> Iterator[Attempt]:

@@ -30,11 +30,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, assert_never
 
@@ -219,21 +218,9 @@ def start_request(request: Coroutine[Any, Any, T]) -> "Future[T]":
     return asyncio.run_coroutine_threadsafe(request, _loops[0])
 
 
-async def create(
-    objects: "Objects",
-    key: str,
-    data: Sequence[Buffer],
-    is_stored: Callable[[], Awaitable[bool]],
-) -> None:
-    """Creates an object; accepts one that exists with this content: an earlier request,
-    whose response was lost, created it.
-
-    Args:
-        objects: Client of the bucket.
-        key: Name of the object.
-        data: Its content, in parts.
-        is_stored: Returns whether the object that exists has this content.
-    """
+async def create(objects: "Objects", key: str, data: Sequence[Buffer]) -> None:
+    """Creates an object of a name and a content in parts; accepts one that exists with
+    this content: an earlier request, whose response was lost, created it."""
     import obstore
     from obstore.exceptions import (
         AlreadyExistsError,
@@ -249,8 +236,33 @@ async def create(
     except BaseError as e:
         if _NO_VERSION in str(e):  # of an object that was created
             return
-        if not isinstance(e, existing) or not await is_stored():
+        if not isinstance(e, existing) or not await _is_stored(objects, key, data):
             raise
+
+
+async def _is_stored(objects: "Objects", key: str, data: Sequence[Buffer]) -> bool:
+    """Returns whether an object exists with a content."""
+    import obstore
+    from obstore.exceptions import BaseError
+
+    try:
+        found = await obstore.get_async(objects, key)
+        return _is_joined(memoryview(await found.bytes_async()), data)
+    except (BaseError, FileNotFoundError) as e:
+        if classify(e).is_transient:
+            raise
+        return False
+
+
+def _is_joined(content: memoryview, parts: Sequence[Buffer]) -> bool:
+    """Returns whether a content is that of parts, one after another."""
+    start = 0
+    for part in parts:
+        end = start + len(part)
+        if content[start:end] != memoryview(part):
+            return False
+        start = end
+    return start == len(content)
 
 
 _NO_VERSION: Final = "ETag Header missing from response"
@@ -361,7 +373,8 @@ class LentStore:
 
     async def write(self, path: str, data: Sequence[Buffer]) -> None:
         """Creates an object."""
-        await self._sent(path, partial(_create, self._key(path), data))
+        key = self._key(path)
+        await self._sent(path, lambda objects: create(objects, key, data))
 
     async def _sent(
         self, path: str, send: "Callable[[Objects], Coroutine[Any, Any, T]]"
@@ -420,23 +433,6 @@ class LentStore:
         )
 
 
-async def _create(key: str, data: Sequence[Buffer], objects: "Objects") -> None:
-    """Creates an object; accepts that it exists with this size."""
-    import obstore
-    from obstore.exceptions import BaseError
-
-    async def is_stored() -> bool:
-        try:
-            found = await obstore.head_async(objects, key)
-        except (BaseError, FileNotFoundError) as e:
-            if classify(e).is_transient:
-                raise
-            return False
-        return found["size"] == sum(map(len, data))
-
-    await create(objects, key, data, is_stored)
-
-
 KEPT_KEYS: Final = timedelta(minutes=10)
 """Time for which temporary keys of S3 are used before they are requested again;
 botocore renews them at least as long before their end."""
@@ -467,8 +463,13 @@ class OwnStore:
             objects = await run_in_daemon_thread(self._opened)
         if objects is None:
             await await_future(self._kvstore.write(path, b"".join(data)))
-        else:
-            await self._create(objects, path, data)
+            return
+        from obstore.exceptions import BaseError
+
+        try:
+            await create(objects, f"{self._storage.spec['path']}{path}", data)
+        except BaseError as e:
+            raise self._error(path, e) from e
 
     @property
     def copies_writes(self) -> bool:
@@ -482,27 +483,6 @@ class OwnStore:
                 self._is_opened = True
             return self._objects
 
-    async def _create(
-        self, objects: "Objects", path: str, data: Sequence[Buffer]
-    ) -> None:
-        from obstore.exceptions import BaseError
-
-        key = f"{self._storage.spec['path']}{path}"
-
-        async def is_stored() -> bool:
-            try:
-                found = await await_future(self._kvstore.read(path))
-            except ValueError as e:
-                if classify(e).is_transient:
-                    raise
-                return False
-            return found.state == "value" and _is_joined(memoryview(found.value), data)
-
-        try:
-            await create(objects, key, data, is_stored)
-        except BaseError as e:
-            raise self._error(path, e) from e
-
     def _error(self, path: str, cause: Exception) -> Exception:
         from obstore.exceptions import PermissionDeniedError
 
@@ -512,17 +492,6 @@ class OwnStore:
         if is_rejected(cause):
             return unauthenticated_error(self._storage, path, reason)
         return failure_error(self._storage, path, reason)
-
-
-def _is_joined(content: memoryview, parts: Sequence[Buffer]) -> bool:
-    """Returns whether a content is that of parts, one after another."""
-    start = 0
-    for part in parts:
-        end = start + len(part)
-        if content[start:end] != memoryview(part):
-            return False
-        start = end
-    return start == len(content)
 
 
 def _make_objects(storage: Storage) -> "Objects | None":

@@ -324,9 +324,9 @@ class HedgedSender:
         Args:
             limits: Limits of the calls.
             operation: Kind of the calls: "read", "write" or "change".
-            window: As of ``send``, like `probe` and `patience_seconds`.
-            probe: As said.
-            patience_seconds: As said.
+            window: The window of the bucket.
+            probe: As of ``send``.
+            patience_seconds: As of ``send``.
             log: Gets a line for a call that is late.
         """
         self._hedging = Hedging(limits)

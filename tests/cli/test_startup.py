@@ -15,7 +15,7 @@ from tests.support.server_process import ServerProcess
 
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
 SERVER = {"storesvc.server.app", "storesvc.store", "tensorstore"}
-SLOW = {"crc32c", "ml_dtypes", "numpy", "rich", "tenacity", "tqdm"}
+SLOW = {"crc32c", "ml_dtypes", "numpy", "rich", "tqdm"}
 """Modules that a list of checkpoints does not import."""
 
 
@@ -75,7 +75,7 @@ def test_a_list_of_files_imports_no_jax_and_no_tables(
     modules = imported_by_storectl("-s", server.root.as_uri(), "ls", listed.name)
 
     assert modules >= SERVER
-    assert set() == modules & (JAX | {"rich", "tenacity"})
+    assert set() == modules & (JAX | {"rich"})
 
 
 def test_a_client_imports_no_numpy_before_it_saves_or_restores() -> None:

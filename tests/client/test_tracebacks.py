@@ -52,7 +52,6 @@ def shown(client: store.Client, name: str) -> str:
 def check(text: str) -> None:
     assert 1 == text.count("Traceback (most recent call last)"), text
     assert "site-packages/grpc" not in text
-    assert "tenacity" not in text
     assert "concurrent/futures" not in text
     assert text.splitlines()[-1].startswith("storesvc_client.errors.")
 

@@ -283,12 +283,14 @@ class Attempt:
 
     def __exit__(self, _kind: object, error: BaseException | None, _: object) -> bool:
         previous, self.error = self.error, None
-        if isinstance(error, StoreError):
-            trim(error)
-            if is_transient(error) and not self._is_last(error):
-                self.error = error
-            elif self._deadline.left <= 0 and isinstance(previous, UnavailableError):
-                raise previous from error  # of an attempt that was not cut off
+        if not isinstance(error, StoreError):
+            return False
+        trim(error)
+        was_cut = isinstance(error, UnavailableError) and self._deadline.left <= 0
+        if is_transient(error) and not self._is_last(error):
+            self.error = error
+        elif was_cut and isinstance(previous, UnavailableError):
+            raise previous from error
         return self.error is not None
 
     def _is_last(self, error: StoreError) -> bool:

@@ -28,6 +28,7 @@ credential.
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -203,19 +204,20 @@ _MAX_REASON: Final = 200
 T = TypeVar("T")
 
 _starting = threading.Lock()
-_loops: list[asyncio.AbstractEventLoop] = []
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+"""The loop by process: a forked child has no thread of its parent."""
 
 
 def start_request(request: Coroutine[Any, Any, T]) -> "Future[T]":
     """Starts a request on the one event loop of all requests, on a daemon thread."""
     with _starting:
-        if not _loops:
-            loop = asyncio.new_event_loop()
+        loop = _loops.get(os.getpid())
+        if loop is None:
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
             threading.Thread(
                 target=loop.run_forever, name="storesvc-objects", daemon=True
             ).start()
-            _loops.append(loop)
-    return asyncio.run_coroutine_threadsafe(request, _loops[0])
+    return asyncio.run_coroutine_threadsafe(request, loop)
 
 
 async def create(objects: "Objects", key: str, data: Sequence[Buffer]) -> None:

@@ -175,11 +175,6 @@ class Hedging:
         allowed = self._bytes / self._bytes_per_second
         return self.limits.answer_seconds + allowed
 
-    @property
-    def tries(self) -> int:
-        """Maximum attempts of a read."""
-        return self.limits.tries
-
     def spend(self) -> bool:
         """Takes the token of one hedge; returns False where none is left."""
         with self._lock:
@@ -234,7 +229,7 @@ class CallSchedule:
         if now >= self._late_at:
             self._late_at = max(self._late_at, self._deadline())
         if now >= self._late_at:
-            if self._tries >= self._reads.tries:
+            if self._tries >= self._reads.limits.tries:
                 return Step.FAIL
             self._ask(now)
             return Step.RETRY

@@ -184,7 +184,7 @@ opened = client.run("tests/hangs").open(3)
 if route == "streamed":
     send_through_server(client)
 if route == "direct":
-    sources.READ_SECONDS = 0.5
+    sources.DISK_SECONDS = 0.5
 open(marker, "w").close()
 try:
     opened.restore(deadline=timedelta(seconds=3600 if route == "direct" else 1))

@@ -42,6 +42,7 @@ from storesvc.format.chunks import Read
 from storesvc.format.dtypes import CHECKSUM_BYTES
 from storesvc.format.manifests import Manifest
 from storesvc.storage import rooted_files
+from storesvc.storage.requests import DISK_SECONDS, LEAST_BYTES_PER_SECOND
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffers import Bytes
 from storesvc_client._chunks.memory import allocate
@@ -244,12 +245,6 @@ class ServerSource:
             at += length
 
 
-READ_SECONDS: Final = 30.0
-"""Timeout of a call for a file ..."""
-
-LEAST_BYTES_PER_SECOND: Final = 1 << 20
-"""... plus the time that its bytes take at this rate."""
-
 THREADS: Final = min(os.cpu_count() or 1, 8)
 """Reads in progress at a time."""
 
@@ -314,7 +309,7 @@ class FileSource:
     @contextmanager
     def _due(self, read: Read, size_bytes: int) -> Iterator[None]:
         """Sets the timeout of a file call, which ``_check`` enforces."""
-        due = time.monotonic() + READ_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
+        due = time.monotonic() + DISK_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
         self._calls[threading.get_ident()] = due, read
         try:
             yield
@@ -623,5 +618,5 @@ class _BucketReads:
 
 def _putting(events: "queue.SimpleQueue[Any]", read: Read) -> Callable[[Any], None]:
     """Returns a callback that puts a read into a queue; it refers to nothing else, so
-    that a response that nobody takes is freed at once."""
+    that a response is freed at once though it is not taken."""
     return lambda _: events.put(read)

@@ -218,7 +218,23 @@ class Writer:
         Raises:
             StoreError: As the contract states for FinishWriter.
         """
-        self._connection.retry("FinishWriter", lambda: self._finish(ref, sums, report))
+        message = replace(report, owner=_owner()).to_message()
+
+        def requests() -> Iterator[api.FinishWriterRequest]:
+            yield api.FinishWriterRequest(
+                open=ref,
+                chunk_count=len(sums),
+                report=message,
+                skip_unfinished_count=True,  # processes of a job count on its board
+            )
+            for part in pack_sums(sums):
+                yield api.FinishWriterRequest(chunks=part)
+
+        def finish() -> None:
+            with self._meter.phase("finish"):
+                self._stub.FinishWriter(requests(), timeout=self._connection.timeout)
+
+        self._connection.retry("FinishWriter", finish)
 
     def describe_end(
         self, sums: Sums, placed: tree_pb2.ChunkTable | None, report: WriterReport
@@ -317,22 +333,6 @@ class Writer:
         response = method(iter(requests), timeout=self._connection.timeout)
         upload: api.Upload = response.upload
         return upload
-
-    def _finish(self, ref: api.WriterRef, sums: Sums, report: WriterReport) -> None:
-        message = replace(report, owner=_owner()).to_message()
-
-        def requests() -> Iterator[api.FinishWriterRequest]:
-            yield api.FinishWriterRequest(
-                open=ref,
-                chunk_count=len(sums),
-                report=message,
-                skip_unfinished_count=True,  # processes of a job count on its board
-            )
-            for part in pack_sums(sums):
-                yield api.FinishWriterRequest(chunks=part)
-
-        with self._meter.phase("finish"):
-            self._stub.FinishWriter(requests(), timeout=self._connection.timeout)
 
 
 def _owner() -> str:

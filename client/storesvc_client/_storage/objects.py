@@ -35,6 +35,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, assert_never
 
@@ -448,9 +449,6 @@ class OwnStore:
         """Creates it; sends no request. `kvstore` has the same objects."""
         self._storage = storage
         self._kvstore = kvstore
-        self._opening = threading.Lock()
-        self._is_opened = False
-        self._objects: Objects | None = None
 
     async def read(self, path: str, span: slice | None = None) -> ReadResult:
         """Reads an object, or bytes of it."""
@@ -460,9 +458,7 @@ class OwnStore:
 
     async def write(self, path: str, data: Sequence[Buffer]) -> None:
         """Creates an object."""
-        objects = self._objects
-        if not self._is_opened:
-            objects = await run_in_daemon_thread(self._opened)
+        objects = self._objects  # known: who writes asks for `copies_writes` first
         if objects is None:
             await await_future(self._kvstore.write(path, b"".join(data)))
             return
@@ -476,14 +472,11 @@ class OwnStore:
     @property
     def copies_writes(self) -> bool:
         """True if an object that is being written is in memory several times."""
-        return self._opened() is None
+        return self._objects is None
 
-    def _opened(self) -> "Objects | None":
-        with self._opening:
-            if not self._is_opened:
-                self._objects = _make_objects(self._storage)
-                self._is_opened = True
-            return self._objects
+    @cached_property
+    def _objects(self) -> "Objects | None":
+        return _make_objects(self._storage)
 
     def _error(self, path: str, cause: Exception) -> Exception:
         from obstore.exceptions import PermissionDeniedError

@@ -231,7 +231,7 @@ async def send(
     size_bytes: int = 0,
     answered: Outcome = Outcome.ANSWERED,
     probe: Callable[[], Coroutine[Any, Any, None]] | None = None,
-    patience_seconds: float = SEND_SECONDS,
+    patience_seconds: float | None = None,
     hold: Holding = lambda waiting, _: waiting,
 ) -> T:
     """Sends a request when the window of its bucket admits it, and again after
@@ -244,7 +244,7 @@ async def send(
         answered: Outcome of a request that is answered.
         probe: Returns once the bucket has answered a probe; called before each attempt
             while it rejects requests.
-        patience_seconds: Time for which the request is repeated.
+        patience_seconds: Time for which it is repeated; None: ``SEND_SECONDS``.
         hold: Awaits what the request waits for until it is sent.
 
     Raises:
@@ -252,7 +252,8 @@ async def send(
         Exception: The error of the last attempt.
     """
     clock = asyncio.get_running_loop().time
-    until, pause, has_failed = clock() + patience_seconds, FIRST_PAUSE_SECONDS, False
+    until = clock() + (SEND_SECONDS if patience_seconds is None else patience_seconds)
+    pause, has_failed = FIRST_PAUSE_SECONDS, False
     while True:
         if probe is not None and window.is_rejecting:
             try:
@@ -316,7 +317,7 @@ class HedgedSender:
         window: Window,
         *,
         probe: Callable[[], Coroutine[Any, Any, None]] | None = None,
-        patience_seconds: float = SEND_SECONDS,
+        patience_seconds: float | None = None,
         log: logging.Logger = _log,
     ) -> None:
         """Creates it.
@@ -384,21 +385,20 @@ class HedgedCall(Generic[T]):
         self._in_flight: list[asyncio.Future[T]] = []
         """Requests in flight, the oldest first."""
         self._schedule = schedule
-        self._resumed: asyncio.Future[Any] = self._loop.create_future()
-        """Done once the schedule has changed."""
+        self._changed: asyncio.Future[None] = self._loop.create_future()
+        """Done once a request has ended, a step is due, or the schedule has changed."""
         self._is_answered = False
 
     async def answer(self) -> T:
         """Sends requests until one succeeds, or the last one in flight fails."""
         self._send()
         while True:
-            await asyncio.wait(
-                [*self._in_flight, self._resumed],
-                timeout=max(0.0, self._schedule.due - self._clock()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if self._resumed.done():
-                self._resumed = self._loop.create_future()
+            self._changed = self._loop.create_future()
+            timer = self._loop.call_at(self._schedule.due, self._wake)
+            try:  # not asyncio.wait, which takes longer than all the rest
+                await self._changed
+            finally:
+                timer.cancel()
             done = [one for one in self._in_flight if one.done()]
             self._in_flight = [one for one in self._in_flight if one not in done]
             # An error is no response while another request is in flight: if a hedge
@@ -420,6 +420,10 @@ class HedgedCall(Generic[T]):
             self._schedule.record_answer(now=self._clock())
         else:
             self._schedule.record_abandonment()
+
+    def _wake(self, _ended: "asyncio.Future[T] | None" = None) -> None:
+        if not self._changed.done():
+            self._changed.set_result(None)
 
     def _step(self) -> None:
         operation = self._sender.operation
@@ -448,6 +452,7 @@ class HedgedCall(Generic[T]):
             self._ask, size_bytes=self._schedule.size_bytes, hold=self._hold
         )
         self._in_flight.append(asyncio.ensure_future(sending))
+        self._in_flight[-1].add_done_callback(self._wake)
 
     async def _hold(self, waiting: Coroutine[Any, Any, None], has_failed: bool) -> None:  # noqa: FBT001 - see `Holding`
         """Awaits what a request waits for; the deadline of the only one begins then."""
@@ -461,8 +466,7 @@ class HedgedCall(Generic[T]):
             await waiting
         finally:
             self._schedule.resume(now=self._clock())
-            if not self._resumed.done():
-                self._resumed.set_result(None)
+            self._wake()
 
     def _abandon(self, abandoned: list[asyncio.Future[T]]) -> None:
         for one in abandoned:

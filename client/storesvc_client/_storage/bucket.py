@@ -154,12 +154,15 @@ class BucketRoot:
     ) -> "Future[T]":
         async def answer() -> T:
             with _translate_errors(self.storage, path):
+                answering = sender.answer(
+                    ask,
+                    size_bytes=size_bytes,
+                    name=what or self.storage.describe(path),
+                )
+                if timeout is None:
+                    return await answering
                 async with asyncio.timeout(timeout):
-                    return await sender.answer(
-                        ask,
-                        size_bytes=size_bytes,
-                        name=what or self.storage.describe(path),
-                    )
+                    return await answering
 
         return start_request(answer())
 

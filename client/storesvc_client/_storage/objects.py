@@ -31,11 +31,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, assert_never
 
@@ -221,9 +221,21 @@ def start_request(request: Coroutine[Any, Any, T]) -> "Future[T]":
     return asyncio.run_coroutine_threadsafe(request, loop)
 
 
-async def create(objects: "Objects", key: str, data: Sequence[Buffer]) -> None:
-    """Creates an object of a name and a content in parts; accepts one that exists with
-    this content: an earlier request, whose response was lost, created it."""
+async def create(
+    objects: "Objects",
+    key: str,
+    data: Sequence[Buffer],
+    read: "Callable[[], Awaitable[ReadResult]]",
+) -> None:
+    """Creates an object; accepts one that exists with this content: an earlier request,
+    whose response was lost, created it.
+
+    Args:
+        objects: Client of the bucket.
+        key: Name of the object.
+        data: Its content, in parts.
+        read: Reads the object that exists.
+    """
     import obstore
     from obstore.exceptions import (
         AlreadyExistsError,
@@ -239,22 +251,20 @@ async def create(objects: "Objects", key: str, data: Sequence[Buffer]) -> None:
     except BaseError as e:
         if _NO_VERSION in str(e):  # of an object that was created
             return
-        if not isinstance(e, existing) or not await _is_stored(objects, key, data):
+        if not isinstance(e, existing) or not await _is_stored(read, data):
             raise
 
 
-async def _is_stored(objects: "Objects", key: str, data: Sequence[Buffer]) -> bool:
-    """Returns whether an object exists with a content."""
-    import obstore
-    from obstore.exceptions import BaseError
-
+async def _is_stored(
+    read: "Callable[[], Awaitable[ReadResult]]", data: Sequence[Buffer]
+) -> bool:
     try:
-        found = await obstore.get_async(objects, key)
-        return _is_joined(memoryview(await found.bytes_async()), data)
-    except (BaseError, FileNotFoundError) as e:
+        found = await read()
+    except (StorageDeniedError, RuntimeError, ValueError) as e:
         if classify(e).is_transient:
             raise
         return False
+    return found.state == "value" and _is_joined(memoryview(found.value), data)
 
 
 def _is_joined(content: memoryview, parts: Sequence[Buffer]) -> bool:
@@ -377,7 +387,8 @@ class LentStore:
     async def write(self, path: str, data: Sequence[Buffer]) -> None:
         """Creates an object."""
         key = self._key(path)
-        await self._sent(path, lambda objects: create(objects, key, data))
+        read = partial(self.read, path)
+        await self._sent(path, lambda objects: create(objects, key, data, read))
 
     async def _sent(
         self, path: str, send: "Callable[[Objects], Coroutine[Any, Any, T]]"
@@ -464,8 +475,9 @@ class OwnStore:
             return
         from obstore.exceptions import BaseError
 
+        key = f"{self._storage.spec['path']}{path}"
         try:
-            await create(objects, f"{self._storage.spec['path']}{path}", data)
+            await create(objects, key, data, partial(self.read, path))
         except BaseError as e:
             raise self._error(path, e) from e
 

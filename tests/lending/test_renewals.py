@@ -7,14 +7,19 @@ import pytest
 
 from storesvc_client._storage.objects import (
     PAUSE_SECONDS,
-    GcsSecret,
     Lent,
     LentCredential,
-    S3Secret,
 )
 from storesvc_client.errors import UnavailableError
 
 LIFE = 100.0
+
+
+def lent(token: str, expire_seconds: float) -> Lent:
+    """Returns a credential for Google Cloud Storage."""
+    return Lent(
+        secret={"token": token, "expires_at": None}, expire_seconds=expire_seconds
+    )
 
 
 class Server:
@@ -33,8 +38,7 @@ class Server:
         assert self.may_answer.wait(30)
         if self.error is not None:
             raise self.error
-        secret = GcsSecret(token=f"token-{len(self.lent)}")
-        self.lent.append(Lent(secret=secret, expire_seconds=self.now + LIFE))
+        self.lent.append(lent(f"token-{len(self.lent)}", self.now + LIFE))
         return self.lent[-1]
 
     def credential(self) -> LentCredential:
@@ -176,11 +180,14 @@ async def test_a_clock_that_is_ahead_does_not_stop_requests(server: Server) -> N
 
 
 def test_no_text_of_a_credential_has_its_secret() -> None:
-    google = Lent(secret=GcsSecret(token="hidden"), expire_seconds=0)
+    google = lent("hidden", 0)
     amazon = Lent(
-        secret=S3Secret(
-            access_key_id="id", secret_access_key="hidden", session_token="hidden"
-        ),
+        secret={
+            "access_key_id": "id",
+            "secret_access_key": "hidden",
+            "token": "hidden",
+            "expires_at": None,
+        },
         expire_seconds=0,
     )
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, assert_never
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from storesvc.errors import InvalidFieldError, StorageDeniedError
 from storesvc.format.checksums import Buffer
@@ -78,30 +78,12 @@ PAUSE_SECONDS: Final = 5.0
 _log = logging.getLogger("storesvc_client")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GcsSecret:
-    """An access token for Google Cloud Storage."""
-
-    token: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class S3Secret:
-    """Temporary keys for S3."""
-
-    access_key_id: str
-    secret_access_key: str = field(repr=False)
-    session_token: str = field(repr=False)
-
-
-Secret: TypeAlias = GcsSecret | S3Secret
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lent:
     """A credential; each is another one."""
 
-    secret: Secret
+    secret: "GCSCredential | S3Credential" = field(repr=False)
+    """An access token for Google Cloud Storage, or temporary keys for S3."""
     expire_seconds: float
     """When it expires, in seconds of the epoch."""
 
@@ -417,21 +399,10 @@ class LentStore:
         """Returns a client with exactly this credential, and no search for others."""
         if self._opened is not None and self._opened[0] is lent:
             return self._opened[1]
-        client: Objects
-        match lent.secret:
-            case GcsSecret(token=token):
-                google: GCSCredential = {"token": token, "expires_at": None}
-                client = gcs_objects(self._storage, lambda: google)
-            case S3Secret() as keys:
-                amazon: S3Credential = {
-                    "access_key_id": keys.access_key_id,
-                    "secret_access_key": keys.secret_access_key,
-                    "token": keys.session_token,
-                    "expires_at": None,
-                }
-                client = s3_objects(self._storage, lambda: amazon)
-            case secret:
-                assert_never(secret)
+        make: Callable[..., Objects] = (
+            s3_objects if self._storage.is_s3 else gcs_objects
+        )
+        client = make(self._storage, lambda: lent.secret)
         self._opened = lent, client
         return client
 

@@ -27,6 +27,8 @@ from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from storesvc_proto.v1.access_service_pb2_grpc import AccessServiceStub
 
 if TYPE_CHECKING:
+    from obstore.store import GCSCredential, S3Credential
+
     from storesvc_client._storage.bucket import BucketRoot
     from storesvc_client._storage.objects import Lent
 
@@ -208,7 +210,7 @@ class LentBucket:
             InvalidRequestError: The server lends for another root.
             StoreError: As the contract states for the call.
         """
-        from storesvc_client._storage.objects import GcsSecret, Lent, S3Secret
+        from storesvc_client._storage.objects import Lent
 
         answer = self._connection.retry(
             "LendCredentials",
@@ -227,13 +229,17 @@ class LentBucket:
                 f"{self._connection.address}: expected a credential for "
                 f"{self.storage.name}, got none; is the server of this release?"
             )
-        secret: GcsSecret | S3Secret = GcsSecret(token=answer.gcs_token)
+        secret: GCSCredential | S3Credential = {
+            "token": answer.gcs_token,
+            "expires_at": None,
+        }
         if kind == "s3":
-            secret = S3Secret(
-                access_key_id=answer.s3.access_key_id,
-                secret_access_key=answer.s3.secret_access_key,
-                session_token=answer.s3.session_token,
-            )
+            secret = {
+                "access_key_id": answer.s3.access_key_id,
+                "secret_access_key": answer.s3.secret_access_key,
+                "token": answer.s3.session_token,
+                "expires_at": None,
+            }
         expires = answer.expire_time.ToDatetime(UTC)
         return Lent(secret=secret, expire_seconds=expires.timestamp())
 

@@ -42,8 +42,8 @@ class Threads(ThreadPoolExecutor):
                 work = (self._tasks, self._idle)  # not self, so that __del__ is called
                 name = f"{self._name}_{number}"
                 thread = Thread(target=_work, args=work, name=name, daemon=True)
+                self._started.append(thread)  # first: Ctrl-C may interrupt the start
                 thread.start()
-                self._started.append(thread)
             self._tasks.put(partial(_run, future, partial(fn, *args, **kwargs)))
         return future
 
@@ -54,7 +54,7 @@ class Threads(ThreadPoolExecutor):
             self._renew()
         for _ in started:
             tasks.put(None)
-        for thread in started if wait else ():
+        for thread in filter(Thread.is_alive, started if wait else ()):
             thread.join()
 
     def __del__(self) -> None:

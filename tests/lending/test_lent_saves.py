@@ -67,7 +67,7 @@ def test_a_save_and_a_restore_have_a_credential_each(cloud: Cloud) -> None:
 def test_threads_that_send_the_first_requests_share_an_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loops: list[asyncio.AbstractEventLoop] = []
+    loops: dict[int, asyncio.AbstractEventLoop] = {}
     new_loop = asyncio.new_event_loop
 
     def slowly() -> asyncio.AbstractEventLoop:
@@ -83,13 +83,13 @@ def test_threads_that_send_the_first_requests_share_an_event_loop(
     with ThreadPoolExecutor(8) as pool:
         calls = pool.map(lambda _: objects.start_request(request()), range(8))
         found = [call.result() for call in calls]
-    for loop in loops:
+    for loop in loops.values():
         loop.call_soon_threadsafe(loop.stop)
         while loop.is_running():
             time.sleep(0.001)
         loop.close()
 
-    assert loops * 8 == found
+    assert [*loops.values()] * 8 == found
 
 
 def test_a_leaf_that_is_read_alone_is_read_with_a_lent_credential(cloud: Cloud) -> None:

@@ -95,9 +95,8 @@ class BufferBudget:
                     self.give_back(read, freed)
 
         pool = Threads(threads, "storesvc-direct")
-        running = {pool.submit(run) for _ in range(threads)}
-        pool.shutdown(wait=False)
         try:
+            running = {pool.submit(run) for _ in range(threads)}
             while running:
                 ended, running = wait(running, POLL_SECONDS, FIRST_COMPLETED)
                 for one in ended:
@@ -109,6 +108,8 @@ class BufferBudget:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._running, STOP_SECONDS)
             raise
+        finally:
+            pool.shutdown(wait=False)
 
     def may_begin(self, read: Read, assembly: Assembly) -> bool:
         """Returns whether a read fits and, if so, counts it; does not wait.

@@ -519,7 +519,7 @@ class BucketSource:
         """Maximum reads in flight."""
         return self._root.storage.concurrency
 
-    def take(self, read: Read, call: RangeRead, assembly: Assembly) -> int:
+    def take(self, read: Read, calls: list[RangeRead], assembly: Assembly) -> int:
         """Verifies and copies the response to a read; returns the bytes of the buffers
         handed over.
 
@@ -529,7 +529,9 @@ class BucketSource:
         """
         named = describe(self._manifest, read)
         try:
-            answer = call.result()
+            # The response is freed once it is copied to `memory`: new memory for more
+            # of them costs as much as a copy.
+            answer = calls.pop().result()
         except DataLossError as e:
             raise DataLossError(f"{self._name} {named}: {e}", reason=e.reason) from e
         except UnavailableError as e:
@@ -543,6 +545,7 @@ class BucketSource:
                 reason="CORRUPT_DATA",
             )
         memory: Bytes = np.frombuffer(answer.value, np.uint8)
+        del answer
         return unpack(read, memory, assembly, partial(self._again, read))
 
     def _again(self, read: Read, start: int, stop: int) -> Bytes:
@@ -611,7 +614,7 @@ class _BucketReads:
             return
         if read is not None:
             call = self._in_flight.pop(read)
-            taking = pool.submit(self._source.take, read, call, self._assembly)
+            taking = pool.submit(self._source.take, read, [call], self._assembly)
             taking.add_done_callback(lambda _: self._events.put(None))
             self._taken.append((read, taking))
 

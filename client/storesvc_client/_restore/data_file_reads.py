@@ -109,7 +109,7 @@ class BufferBudget:
                 self._changed.wait_for(lambda: not self._running, STOP_SECONDS)
             raise
         finally:
-            pool.shutdown(wait=False)
+            pool.shutdown(wait=not self.is_stopped)
 
     def may_begin(self, read: Read, assembly: Assembly) -> bool:
         """Returns whether a read fits and, if so, counts it; does not wait.

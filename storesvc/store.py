@@ -20,6 +20,7 @@ from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.holds import Holds, References
 from storesvc.lifecycle.tags import Tags
 from storesvc.restore.sender import Sender
+from storesvc.retention.committed import CommittedCheckpoints
 from storesvc.retention.enforcement import RecentCommits, RetentionEnforcer
 from storesvc.save.commit import Commits
 from storesvc.save.receipts import Receipts, UploadStatuses
@@ -93,9 +94,8 @@ class Store:
         receipts = Receipts(bucket, uploads, reuse, tables)
         receiver = Receiver(bucket, uploads, tables)
         lifecycle = CheckpointLifecycle(bucket, catalog, journal, references, clock)
-        retention = RetentionEnforcer(
-            bucket, catalog, lifecycle, references, journal, clock=clock
-        )
+        committed = CommittedCheckpoints(bucket, catalog, references, journal, clock)
+        retention = RetentionEnforcer(catalog, lifecycle, references, committed, clock)
         reserve, recent_commits = Reserve(bucket), RecentCommits()
         return cls(
             uid=record.uid,

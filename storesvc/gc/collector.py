@@ -122,27 +122,17 @@ _TABLES_AT_ONCE: Final = 4
 """File tables that are read at a time; each may have megabytes."""
 
 
+@dataclass(eq=False, repr=False)
 class GarbageFinder:
     """Finds the garbage of the runs of a bucket."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        catalog: Catalog,
-        reader: RunReader,
-        leases: LeaseExpiry,
-        references: References,
-        observations: Observations,
-        *,
-        clock: Clock,
-    ) -> None:
-        self._bucket = bucket
-        self._catalog = catalog
-        self._tables = FileTables(reader)
-        self._leases = leases
-        self._references = references
-        self._observations = observations
-        self._clock = clock
+    bucket: Bucket
+    catalog: Catalog
+    tables: FileTables
+    leases: LeaseExpiry
+    references: References
+    observations: Observations
+    clock: Clock
 
     async def lost(self, state: RunState) -> dict[str, Reference]:
         """Returns the uploads that lost their step although a tag or a hold names them.
@@ -158,7 +148,7 @@ class GarbageFinder:
         }
         if not ended:
             return {}
-        named = await self._references.named(state.places.name)
+        named = await self.references.named(state.places.name)
         return {upload: named[upload] for upload in sorted(ended & named.keys())}
 
     async def find(self, state: RunState, past_grace: Collection[str]) -> Garbage:
@@ -200,7 +190,7 @@ class GarbageFinder:
             marks=marks,
             ranges=sum(state.ranges[prefix].number for prefix in marks.ranges),
             partial=partial,
-            holds=await self._leases.holds(run, state),
+            holds=await self.leases.holds(run, state),
             tags=await self._tags(run),
         )
 
@@ -209,12 +199,12 @@ class GarbageFinder:
     ) -> Naming:
         """Returns what file tables name."""
         named, listed = Naming(state), set(state.listed)
-        summarize = self._tables.summarize
+        summarize = self.tables.summarize
         found = await gather_each(summarize, tables, at_once=_TABLES_AT_ONCE)
         for (place, must_be), groups in zip(tables.items(), found, strict=True):
             # One that is remembered may have been removed since.
             if groups is not None and (
-                place in listed or await self._bucket.read(place)
+                place in listed or await self.bucket.read(place)
             ):
                 named.add(place, groups)
             elif must_be:
@@ -233,7 +223,7 @@ class GarbageFinder:
         kept = {prefix: np.empty(0, np.uint64) for prefix in prefixes}
         uploads = {state.places.parse_upload(p) or "": p for p in prefixes}
         for place in dict.fromkeys(t for u in uploads for t in named.tables[u]):
-            hashes = await self._tables.read_hashes(place)
+            hashes = await self.tables.read_hashes(place)
             if hashes is None and tables[place]:
                 raise _without_table(state, known, place)
             for upload, group in (hashes or {}).items():
@@ -242,7 +232,7 @@ class GarbageFinder:
         found: dict[str, Partial] = {}
         for prefix, names in kept.items():
             count = 0
-            async for page in list_pages(self._bucket, prefix):
+            async for page in list_pages(self.bucket, prefix):
                 count += len(select_garbage(state.places, page, names))
             if count:
                 found[prefix] = Partial(garbage=count, named=names)
@@ -255,7 +245,7 @@ class GarbageFinder:
         without a hold, and with a wrong clock the worst case is that such a reader
         finds its objects deleted. No checkpoint and no upload depends on it.
         """
-        now = self._clock.now()
+        now = self.clock.now()
         found = set()
         for upload, fate in mark.fates(state).items():
             if fate.state is not State.ENDED:
@@ -284,31 +274,31 @@ class GarbageFinder:
     def _was_seen(self, key: str, since: datetime | None, length: timedelta) -> bool:
         """Returns whether something has been so for a length of time, as observed by
         this process, or by a time that is further back than any clock error."""
-        now = self._clock.now()
-        return self._observations.is_over(
+        now = self.clock.now()
+        return self.observations.is_over(
             key,
             str(since).encode(),
             length=length,
             renew_time=since or now,
             clock_now=now,
-            elapsed=self._clock.elapsed(),
+            elapsed=self.clock.elapsed(),
         )
 
     async def _tags(self, run: RunName) -> dict[str, Generation]:
         """Returns the deleted tags whose records are no longer needed."""
 
         async def look(tag: str) -> tuple[str, Generation] | None:
-            found = await self._catalog.tag_slot(TagName(run, tag))
+            found = await self.catalog.tag_slot(TagName(run, tag))
             if found is None or found[0].upload:
                 return None
             # Announcements are trimmed in order: if the one of the deletion is gone,
             # the journal has none of the tag.
             announced = layout.announcement(run.namespace, found[0].sequence)
-            if await self._bucket.read(announced) is not None:
+            if await self.bucket.read(announced) is not None:
                 return None
             return RunPaths(run).tag(tag), found[1]
 
-        found = await gather_each(look, await self._catalog.tag_names(run))
+        found = await gather_each(look, await self.catalog.tag_names(run))
         return dict(one for one in found if one is not None)
 
     def _forget(self, state: RunState) -> None:
@@ -318,7 +308,7 @@ class GarbageFinder:
             record = state.places.upload(upload)
             there |= {state.places.lease(upload), f"{record} ended"}
             there |= {f"{record} {one.value} answers" for one in State}
-        self._observations.forget(state.places.root, but=there)
+        self.observations.forget(state.places.root, but=there)
 
 
 def select_garbage(places: RunPaths, listed: Sequence[str], named: Hashes) -> list[str]:
@@ -577,8 +567,9 @@ class Collector:
             clock,
         )
         self._sweeper = Sweeper(bucket, catalog, runs, reserve)
+        tables = FileTables(self._reader)
         self._finder = GarbageFinder(
-            bucket, catalog, self._reader, leases, references, seen, clock=clock
+            bucket, catalog, tables, leases, references, seen, clock
         )
 
     async def collect(

@@ -173,13 +173,13 @@ DEFAULT_TTL: Final = timedelta(minutes=10)
 """Time for which a hold lasts after each renewal."""
 
 
+@dataclass(eq=False, repr=False)
 class Holds:
     """Creates, renews, releases and lists holds, with the errors of the contract."""
 
-    def __init__(self, bucket: Bucket, catalog: Catalog, *, clock: Clock) -> None:
-        self._bucket = bucket
-        self._catalog = catalog
-        self._clock = clock
+    bucket: Bucket
+    catalog: Catalog
+    clock: Clock
 
     async def create(
         self,
@@ -230,11 +230,11 @@ class Holds:
                 place = RunPaths(name.run).hold(name.hold)
                 # or a repeated call has renewed it, and checks the slot itself
                 with suppress(PreconditionError):
-                    await self._bucket.delete(place, generation=written)
+                    await self.bucket.delete(place, generation=written)
             if slot is not None:
                 raise slots.is_deleted(name.run, slot)
             await self._find(checkpoint, uid)  # has the precise error
-            raise await self._catalog.missing(CheckpointName(name.run, record.step))
+            raise await self.catalog.missing(CheckpointName(name.run, record.step))
 
         return await update_record(attempt, record=str(name), hold=name.hold)
 
@@ -270,7 +270,7 @@ class Holds:
         await _check_principal(name, found[0])
         # The record may come from a clock that is behind this one: a hold counts as
         # expired only if no plausible clock error explains its age.
-        if expire_time(found[0]) + MARGIN <= self._clock.now():
+        if expire_time(found[0]) + MARGIN <= self.clock.now():
             raise _expired_error(name, found[0])
         return found
 
@@ -279,16 +279,16 @@ class Holds:
         # Without a policy there is nothing to check, and nothing is read.
         if access.is_restricted() and (found := await self._read(name)):
             await _check_principal(name, found[0])
-        await self._bucket.delete(RunPaths(name.run).hold(name.hold))
+        await self.bucket.delete(RunPaths(name.run).hold(name.hold))
 
     async def list(
         self, run: RunName, *, after: str, limit: int
     ) -> list[tuple[HoldName, pb.HoldRecord | CorruptDataError]]:
         """Returns the holds of a run by id, expired ones included, with the error for
         each damaged record."""
-        await self._catalog.check_run(run)
+        await self.catalog.check_run(run)
         places = RunPaths(run)
-        ids = map(places.parse_hold, await self._bucket.list(places.holds))
+        ids = map(places.parse_hold, await self.bucket.list(places.holds))
         names = [HoldName(run, id_) for id_ in sorted(filter(None, ids)) if id_ > after]
 
         async def look(name: HoldName) -> pb.HoldRecord | None:
@@ -299,13 +299,13 @@ class Holds:
 
     async def _find(self, checkpoint: CheckpointName, uid: str) -> pb.CheckpointRecord:
         if uid:
-            return await self._catalog.checkpoint_with_uid(checkpoint, uid)
-        return await self._catalog.checkpoint(checkpoint)
+            return await self.catalog.checkpoint_with_uid(checkpoint, uid)
+        return await self.catalog.checkpoint(checkpoint)
 
     def _new(
         self, held: pb.CheckpointRecord, *, owner: str, ttl: timedelta
     ) -> pb.HoldRecord:
-        now = timestamp(self._clock.now())
+        now = timestamp(self.clock.now())
         return pb.HoldRecord(
             step=held.step,
             upload=held.upload,
@@ -320,7 +320,7 @@ class Holds:
         self, run: RunName, record: pb.HoldRecord, *, is_new: bool
     ) -> pb.CheckpointRecord | None:
         """Returns the slot of the checkpoint of a written hold; None: it was purged."""
-        found = await referenced_slot(self._catalog, run, record)
+        found = await referenced_slot(self.catalog, run, record)
         if found is None:
             return None
         slot, generation = found
@@ -329,26 +329,26 @@ class Holds:
         # End the purge in progress: it fails its condition, and looks for holds again.
         spared = slots.spare_slot(slot)
         place = RunPaths(run).checkpoint(slot.step)
-        await write_record(self._bucket, place, spared, condition=generation)
+        await write_record(self.bucket, place, spared, condition=generation)
         return spared
 
     def _renew_record(self, record: pb.HoldRecord) -> pb.HoldRecord:
         renewed = pb.HoldRecord()
         renewed.CopyFrom(record)
-        renewed.renew_time.CopyFrom(timestamp(self._clock.now()))
+        renewed.renew_time.CopyFrom(timestamp(self.clock.now()))
         renewed.renewals += 1
         return renewed
 
     async def _read(self, name: HoldName) -> tuple[pb.HoldRecord, Generation] | None:
         place = RunPaths(name.run).hold(name.hold)
-        return await read_record(self._bucket, place, pb.HoldRecord, of=str(name))
+        return await read_record(self.bucket, place, pb.HoldRecord, of=str(name))
 
     async def _write(
         self, name: HoldName, record: pb.HoldRecord, condition: WriteCondition
     ) -> Generation:
         """Writes a hold; an earlier try of this same write is a conflict, too."""
         place = RunPaths(name.run).hold(name.hold)
-        return await self._bucket.write(
+        return await self.bucket.write(
             place, seal_record(place, record), condition=condition
         )
 

@@ -16,7 +16,7 @@ The memory is right because each change is announced before it is made:
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Final
@@ -104,25 +104,20 @@ class Committed:
     """True if it was written for other processes, and has not changed since."""
 
 
+@dataclass(eq=False, repr=False)
 class CommittedCheckpoints:
     """Reads the committed checkpoints of runs, and remembers them."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        catalog: Catalog,
-        references: References,
-        journal: Journal,
-        clock: Clock,
-    ) -> None:
-        self._bucket = bucket
-        self._catalog = catalog
-        self._references = references
-        self._journal = journal
-        self._clock = clock
-        self._kept: LRUCache[RunName, Committed] = LRUCache(
+    bucket: Bucket
+    catalog: Catalog
+    references: References
+    journal: Journal
+    clock: Clock
+    _kept: LRUCache[RunName, Committed] = field(
+        default_factory=lambda: LRUCache(
             MAX_KEPT, getsizeof=lambda committed: len(committed.known) + 1
         )
+    )
 
     async def read(self, run: RunName) -> Committed:
         """Reads all committed checkpoints of a run.
@@ -132,13 +127,13 @@ class CommittedCheckpoints:
             CorruptDataError: A slot is damaged.
         """
         self._kept.pop(run, None)
-        elapsed, known = self._clock.elapsed(), dict[int, Known]()
+        elapsed, known = self.clock.elapsed(), dict[int, Known]()
         # The journal before the slots: what is announced afterwards is read later.
-        tail = await self._journal.tail(run.namespace)
-        changes = self._journal.changes(run, since=self._clock.now())
+        tail = await self.journal.tail(run.namespace)
+        changes = self.journal.changes(run, since=self.clock.now())
         young = [change async for change in changes]
-        tags, before = await self._references.find_tags(run), None
-        while page := await self._catalog.checkpoints(run, before=before, limit=PAGE):
+        tags, before = await self.references.find_tags(run), None
+        while page := await self.catalog.checkpoints(run, before=before, limit=PAGE):
             known |= {record.step: _describe(record) for record in page}
             before = page[-1].step
         made = Committed(
@@ -154,7 +149,7 @@ class CommittedCheckpoints:
         """Returns the committed checkpoints of a run: those in memory, or those that a
         process has written, with what has changed since; otherwise as ``read``."""
         kept = self._kept.pop(run, None)  # until it is complete
-        tail = await self._journal.tail(run.namespace)
+        tail = await self.journal.tail(run.namespace)
         if kept is None or tail - kept.position.last > FEW_CHANGES:
             found = await self._read_written(run)
             if found and (not kept or found.position.last > kept.position.last):
@@ -175,24 +170,24 @@ class CommittedCheckpoints:
         if kept is None or kept.is_written or len(kept.known) < LEAST_WRITTEN:
             return
         kept.is_written = True
-        age = timedelta(seconds=self._clock.elapsed() - kept.elapsed)
-        record, path = _pack(kept, self._clock.now() - age), RunPaths(run).committed
+        age = timedelta(seconds=self.clock.elapsed() - kept.elapsed)
+        record, path = _pack(kept, self.clock.now() - age), RunPaths(run).committed
         # Unconditionally: an older one with more announcements is as good.
-        await self._bucket.write(path, seal_record(path, record))
+        await self.bucket.write(path, seal_record(path, record))
 
     async def is_current(self, run: RunName, committed: Committed) -> bool:
         """Returns whether all the checkpoints still have a slot."""
-        return committed.known.keys() <= {*await self._catalog.steps(run)}
+        return committed.known.keys() <= {*await self.catalog.steps(run)}
 
     async def _read_written(self, run: RunName) -> Committed | None:
         path = RunPaths(run).committed
         try:
-            found = await read_record(self._bucket, path, pb.CommittedCheckpoints)
+            found = await read_record(self.bucket, path, pb.CommittedCheckpoints)
             if found is None:
                 return None
-            age = self._clock.now() - found[0].read_time.ToDatetime(UTC)
+            age = self.clock.now() - found[0].read_time.ToDatetime(UTC)
             # A clock may be behind that of the process that has written it.
-            elapsed = self._clock.elapsed() - abs(age.total_seconds())
+            elapsed = self.clock.elapsed() - abs(age.total_seconds())
             return _unpack(found[0], elapsed)
         except (CorruptDataError, FormatUnsupportedError, LookupError, ValueError) as e:
             _log.warning("%s; all slots of %s are read", e, run)
@@ -201,14 +196,14 @@ class CommittedCheckpoints:
     def _is_valid(self, committed: Committed, tail: int) -> bool:
         # A bucket may be a copy that was made while it changed.
         is_of_journal = committed.position.last <= tail
-        age = self._clock.elapsed() - committed.elapsed
+        age = self.clock.elapsed() - committed.elapsed
         return is_of_journal and age <= LIFETIME_SECONDS
 
     async def _catch_up(self, run: RunName, kept: Committed, tail: int) -> None:
         numbers = [*numbers_to_resolve(kept.position, tail)]
         if len(numbers) > MAX_CHANGES:
             raise expired_token_error(run.namespace)
-        read = partial(self._journal.recall, run.namespace)
+        read = partial(self.journal.recall, run.namespace)
         own = list[tuple[int, pb.Announcement]]()
         for number, one in zip(numbers, await gather_each(read, numbers), strict=True):
             if one is None:
@@ -226,7 +221,7 @@ class CommittedCheckpoints:
     ) -> None:
         """Reads what announced changes of a run name."""
         held = await gather_each(lambda change: self._held(run, change[1]), changes)
-        now = self._clock.now()
+        now = self.clock.now()
         for (number, one), found in zip(changes, held, strict=True):
             outcome = resolve(number, one, found, now=now)
             committed.position = advance(committed.position, number, outcome)
@@ -236,17 +231,17 @@ class CommittedCheckpoints:
                     committed.known[one.step] = _describe(found)
             committed.is_written = False
         if any(one.tag for _, one in changes):
-            committed.tags = await self._references.find_tags(run)
+            committed.tags = await self.references.find_tags(run)
 
     async def _held(self, run: RunName, announcement: pb.Announcement) -> Held:
         """Reads the slot or the tag that an announcement names."""
         if announcement.tag:
-            tag = await self._catalog.tag_slot(TagName(run, announcement.tag))
+            tag = await self.catalog.tag_slot(TagName(run, announcement.tag))
             return tag and tag[0]
-        slot = await self._catalog.slot(run, announcement.step)
+        slot = await self.catalog.slot(run, announcement.step)
         if slot is None and announcement.kind == pb.Announcement.KIND_COMMIT:
             # A save in one call writes a slot that it has not reserved.
-            return await self._catalog.reservation(run, announcement.upload)
+            return await self.catalog.reservation(run, announcement.upload)
         return slot and slot[0]
 
 

@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import Final
 
 from storesvc.catalog.catalog import Catalog
-from storesvc.catalog.journal import Journal
 from storesvc.catalog.slots import COMMITTED
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -37,7 +36,6 @@ from storesvc.retention.policy import (
     decide,
     list_metrics,
 )
-from storesvc.storage.bucket import Bucket
 from storesvc.storage.requests import gather_each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
@@ -96,33 +94,22 @@ class RecentCommits:
             self._any.clear()
 
 
+@dataclass(eq=False, repr=False)
 class RetentionEnforcer:
     """Applies the retention policies of the runs of a bucket."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        catalog: Catalog,
-        lifecycle: CheckpointLifecycle,
-        references: References,
-        journal: Journal,
-        *,
-        clock: Clock,
-    ) -> None:
-        self._catalog = catalog
-        self._lifecycle = lifecycle
-        self._references = references
-        self._clock = clock
-        self._committed = CommittedCheckpoints(
-            bucket, catalog, references, journal, clock
-        )
+    catalog: Catalog
+    lifecycle: CheckpointLifecycle
+    references: References
+    committed: CommittedCheckpoints
+    clock: Clock
 
     async def check(self, run: RunName, policy: retention_pb2.RetentionPolicy) -> None:
         """Rejects a policy with a metric that no checkpoint of the run has, if the run
         has checkpoints."""
         if list_metrics(policy):
             with suppress(RunNotFoundError):
-                await self._judge(run, policy, await self._committed.read(run))
+                await self._judge(run, policy, await self.committed.read(run))
 
     async def preview(
         self, run: RunName, policy: retention_pb2.RetentionPolicy | None = None
@@ -133,10 +120,10 @@ class RetentionEnforcer:
             run: The run.
             policy: The policy to try; None: the policy of the run.
         """
-        record = (await self._catalog.run(run)).record
+        record = (await self.catalog.run(run)).record
         if policy is None:
             policy = _run_policy(record)
-        committed = await self._committed.read(run)
+        committed = await self.committed.read(run)
         for page in _pages(await self._judge(run, policy, committed)):
             yield page
 
@@ -152,13 +139,13 @@ class RetentionEnforcer:
             run: The run.
             record: Its record; None: it is read.
         """
-        record = record or (await self._catalog.run(run)).record
-        policy, committed = _run_policy(record), await self._committed.update(run)
+        record = record or (await self.catalog.run(run)).record
+        policy, committed = _run_policy(record), await self.committed.update(run)
         outcomes = await self._judge(run, policy, committed)
         # A person may have deleted slots; then other checkpoints are kept.
         is_idle = all(outcome.kept for outcome in outcomes)
-        if not is_idle and not await self._committed.is_current(run, committed):
-            committed = await self._committed.read(run)
+        if not is_idle and not await self.committed.is_current(run, committed):
+            committed = await self.committed.read(run)
             outcomes = await self._judge(run, policy, committed)
         delay = find_purge_delay(record)
         newest = outcomes[0] if outcomes else None
@@ -169,10 +156,6 @@ class RetentionEnforcer:
                 continue
             after = await self._delete_all(run, doomed, newest, delay)
             yield [after.get(outcome.step, outcome) for outcome in page]
-
-    async def write_committed(self, run: RunName) -> None:
-        """Writes what ``apply`` has read of a run, for processes that know nothing."""
-        await self._committed.write(run)
 
     async def _judge(
         self,
@@ -191,7 +174,7 @@ class RetentionEnforcer:
             check_metrics(policy, str(run), present)
         # In a thread: many rules over many checkpoints would block the event loop.
         decisions = await asyncio.to_thread(
-            decide, policy, candidates, self._clock.now()
+            decide, policy, candidates, self.clock.now()
         )
         return [_describe_outcome(known[d.step], d.reasons) for d in decisions]
 
@@ -218,12 +201,12 @@ class RetentionEnforcer:
         # 3. Read the protections again, and undelete what gained one during step 2. A
         #    tag that was set, or a newest one that was deleted, before this read is
         #    visible here; one that comes later finds the checkpoint deleted.
-        tags = await self._references.find_tags(run)
+        tags = await self.references.find_tags(run)
         is_newest_there = await self._is_committed(run, newest)
         for at, outcome in enumerate(after):
             if outcome.step in own and (outcome.uid in tags or not is_newest_there):
                 with suppress(ConflictError, CheckpointNotFoundError):
-                    await self._lifecycle.undelete(
+                    await self.lifecycle.undelete(
                         run, outcome.step, write_id=str(uuid.uuid4()), uid=outcome.uid
                     )
                     after[at] = replace(outcome, reasons=_CHANGED)
@@ -232,7 +215,7 @@ class RetentionEnforcer:
     async def _delete(self, run: RunName, outcome: Outcome, delay: timedelta) -> bool:
         """Deletes a checkpoint; returns False if it, or what protects it, changed."""
         try:
-            await self._lifecycle.delete(
+            await self.lifecycle.delete(
                 run,
                 outcome.step,
                 purge_delay=delay,
@@ -250,7 +233,7 @@ class RetentionEnforcer:
         return True
 
     async def _is_committed(self, run: RunName, outcome: Outcome) -> bool:
-        found = await self._catalog.slot(run, outcome.step)
+        found = await self.catalog.slot(run, outcome.step)
         if found is None or found[0].upload != outcome.uid:
             return False
         return found[0].state == COMMITTED

@@ -93,20 +93,14 @@ class Staged(NamedTuple):
     """False if the bucket was not asked for tables that this process did not write."""
 
 
+@dataclass(eq=False, repr=False)
 class Receipts:
     """Checks, writes and reads the receipts of the writers of uploads."""
 
-    def __init__(
-        self,
-        bucket: TensorStoreBucket,
-        uploads: Uploads,
-        reuse: Reuse,
-        tables: OwnTables,
-    ) -> None:
-        self._bucket = bucket
-        self._tables = tables
-        self._uploads = uploads
-        self._reuse = reuse
+    bucket: TensorStoreBucket
+    uploads: Uploads
+    reuse: Reuse
+    tables: OwnTables
 
     async def finish(
         self,
@@ -136,7 +130,7 @@ class Receipts:
             return await self._finish(upload, writer, sums, staged, report)
         except (CorruptDataError, StorageUnavailableError):
             # An object may be missing because the upload has ended: report that then.
-            await self._uploads.open(upload.name, upload.record.epoch)
+            await self.uploads.open(upload.name, upload.record.epoch)
             raise
 
     async def _finish(
@@ -156,8 +150,8 @@ class Receipts:
             receipt.report.writer = writer
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)
         place = upload.places.receipt(upload.name.upload, writer)
-        await self._bucket.write(place, seal(receipt, place=place))
-        await self._uploads.renew(upload)
+        await self.bucket.write(place, seal(receipt, place=place))
+        await self.uploads.renew(upload)
         await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places
 
@@ -192,17 +186,17 @@ class Receipts:
         writer did not store everything itself."""
         count = upload.tree.chunk_count
         own = await tables_at(
-            self._bucket, tables.paths, chunk_count=count, known=tables.known
+            self.bucket, tables.paths, chunk_count=count, known=tables.known
         )
         files = dict(tables.files)
         if placed is not None:
             own = await offload(count, merge, [own, placed])
             files |= dict.fromkeys(file_ends([placed]), True)
-        sources = await self._reuse.table_sources(upload, own, files)
+        sources = await self.reuse.table_sources(upload, own, files)
         claims = await offload(count, find_claims, upload.tree, sums, sources)
         left = _find_unclaimed(sums, claims)
         if len(left):
-            others = await self._reuse.sources(upload)
+            others = await self.reuse.sources(upload)
             more = await offload(
                 count, find_claims, upload.tree, sums.take(left), others
             )
@@ -219,9 +213,9 @@ class Receipts:
         request: usually they are all. A writer without chunks needs none.
         """
         prefix = RunPaths(name.run).staging(name.upload, writer)
-        known = self._tables.below(prefix)
-        is_known = self._tables.are_fresh(prefix) if known else not chunk_count
-        if self._bucket.has_files or not is_known:
+        known = self.tables.below(prefix)
+        is_known = self.tables.are_fresh(prefix) if known else not chunk_count
+        if self.bucket.has_files or not is_known:
             return await self._all_staged(name, writer)
         files = dict.fromkeys(file_ends(known.values()), True)
         return Staged(list(known), known, files, is_all=False)
@@ -229,9 +223,9 @@ class Receipts:
     async def _all_staged(self, name: UploadName, writer: int) -> Staged:
         """Lists the staging tables of a writer, and checks files of this process."""
         prefix = RunPaths(name.run).staging(name.upload, writer)
-        known = self._tables.below(prefix)
+        known = self.tables.below(prefix)
         paths, files = await asyncio.gather(
-            self._bucket.list(prefix), self._reuse.checked(name.run, known.values())
+            self.bucket.list(prefix), self.reuse.checked(name.run, known.values())
         )
         return Staged(paths, known, files, is_all=True)
 
@@ -240,7 +234,7 @@ class Receipts:
     ) -> AsyncGenerator[I64]:
         """Yields, for each part, the ordinals of the chunks that need not be sent."""
         own, others = await asyncio.gather(
-            self._reuse.writer_sources(upload, writer), self._reuse.sources(upload)
+            self.reuse.writer_sources(upload, writer), self.reuse.sources(upload)
         )
         sources = [*own, *others]
         async for sums in parts:
@@ -254,7 +248,7 @@ class Receipts:
     async def finished_writers(self, name: UploadName) -> frozenset[int]:
         """Returns the writers of an upload that have a receipt."""
         places = RunPaths(name.run)
-        receipts = await self._bucket.list(places.receipts(name.upload))
+        receipts = await self.bucket.list(places.receipts(name.upload))
         return frozenset(map(places.parse_writer, receipts))
 
     async def read(self, upload: OpenUpload) -> dict[int, Receipt]:
@@ -266,7 +260,7 @@ class Receipts:
 
         async def receipt(writer: int) -> Receipt | None:
             place = upload.places.receipt(upload.name.upload, writer)
-            found = await read_record(self._bucket, place, pb.Receipt)
+            found = await read_record(self.bucket, place, pb.Receipt)
             if found is None:
                 return None
             table = unpack_table(place, found[0], upload.tree.chunk_count)
@@ -346,31 +340,29 @@ class UploadStatus:
     finished_writers: frozenset[int]
 
 
+@dataclass(eq=False, repr=False)
 class UploadStatuses:
     """Reads the status of uploads."""
 
-    def __init__(
-        self, bucket: Bucket, catalog: Catalog, uploads: Uploads, receipts: Receipts
-    ) -> None:
-        self._bucket = bucket
-        self._catalog = catalog
-        self._uploads = uploads
-        self._receipts = receipts
+    bucket: Bucket
+    catalog: Catalog
+    uploads: Uploads
+    receipts: Receipts
 
     async def get(self, name: UploadName) -> UploadStatus:
         """Returns the status of an upload, live or ended."""
-        record = await self._uploads.record(name)
-        found = await self._catalog.slot(name.run, record.step)
+        record = await self.uploads.record(name)
+        found = await self.catalog.slot(name.run, record.step)
         slot = found and found[0]
         lease = await read_record(
-            self._bucket, RunPaths(name.run).lease(name.upload), pb.LeaseRecord
+            self.bucket, RunPaths(name.run).lease(name.upload), pb.LeaseRecord
         )
         return UploadStatus(
             name,
             record,
             slot if slot and slots.owns(name, record, slot) else None,
             renew_time=lease[0].renew_time if lease else record.create_time,
-            finished_writers=await self._receipts.finished_writers(name),
+            finished_writers=await self.receipts.finished_writers(name),
         )
 
     async def list_live(
@@ -382,7 +374,7 @@ class UploadStatuses:
         left = [run for run in runs if after is None or run >= after.run]
         while left and len(found) < limit:
             batch, left = left[:AT_ONCE], left[AT_ONCE:]
-            begun = await gather_each(self._catalog.begun_uploads, batch)
+            begun = await gather_each(self.catalog.begun_uploads, batch)
             names = [
                 name
                 for run, ids in zip(batch, begun, strict=True)

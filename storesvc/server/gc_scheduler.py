@@ -251,7 +251,7 @@ async def _apply_retention(store: Store, *, is_collected: bool) -> None:
                     await store.catalog.write_hint(run)
                 deleted = await store.collector.retain(run)
                 with _log_errors(f"the committed checkpoints of {run}"):
-                    await store.retention.write_committed(run)
+                    await store.retention.committed.write(run)
                 if deleted and not is_collected:
                     await _warn_uncollected(store, run, deleted)
         except asyncio.CancelledError:

@@ -58,7 +58,7 @@ async def set_policy(opened: Store, policy: store.RetentionPolicy) -> None:
 async def retained(opened: Store) -> list[Outcome]:
     """Applies the policy as a server does after a commit."""
     outcomes = await opened.collector._expiry.retain(RUN)
-    await opened.retention.write_committed(RUN)
+    await opened.retention.committed.write(RUN)
     return outcomes
 
 

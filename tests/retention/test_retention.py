@@ -23,6 +23,7 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, TagName
 from storesvc.format.seal import unseal
+from storesvc.retention.committed import CommittedCheckpoints
 from storesvc.retention.enforcement import PAGE, Outcome, RetentionEnforcer
 from storesvc_client._values.policies import policy_message
 from storesvc_client.cli import main
@@ -303,14 +304,11 @@ def retained(world: World, policy: store.RetentionPolicy | None) -> World:
 
 
 def retaining(process: Process) -> RetentionEnforcer:
-    return RetentionEnforcer(
-        process.bucket,
-        process.catalog,
-        process.lifecycle,
-        process.references,
-        process.journal,
-        clock=process.clock,
+    catalog, references, clock = process.catalog, process.references, process.clock
+    committed = CommittedCheckpoints(
+        process.bucket, catalog, references, process.journal, clock
     )
+    return RetentionEnforcer(catalog, process.lifecycle, references, committed, clock)
 
 
 async def _applied(process: Process) -> dict[int, Outcome]:

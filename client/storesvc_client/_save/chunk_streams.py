@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import as_completed
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, Generic, Self, TypeAlias, TypeVar
 
 import grpc
@@ -196,22 +197,15 @@ _WRITE_CHUNKS: Final = "/storesvc.v1.UploadService/WriteChunks"
 _Method: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, api.WriteChunksResponse]"
 
 
+@dataclass(eq=False, repr=False)
 class ChunkStreams:
     """The streams of one writer of an upload."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        ref: api.WriterRef,
-        sums: SumsInProgress,
-        meter: Meter,
-    ) -> None:
-        """Creates the sender, which fills in the checksums of all chunks; nothing is
-        sent yet."""
-        self._connection = connection
-        self._ref = ref
-        self._sums = sums
-        self._meter = meter
+    connection: Connection
+    ref: api.WriterRef
+    sums: SumsInProgress
+    """Get the checksums of all chunks."""
+    meter: Meter
 
     def send_slabs(self, slab_queue: SlabQueue, wanted: WantedSlabs) -> None:
         """Sends slabs over several streams until the queue ends, and gives it the
@@ -228,7 +222,7 @@ class ChunkStreams:
         with Threads(count, "storesvc-send") as pool:
             futures = [
                 pool.submit(self._send_share, slab_queue, wanted, channel)
-                for channel in self._connection.channels(count)
+                for channel in self.connection.channels(count)
             ]
             try:
                 for future in as_completed(futures):
@@ -253,7 +247,7 @@ class ChunkStreams:
                 api.WriteChunksRequest(placed=table).SerializeToString()
                 for table in stream
             ),
-            self._connection.channel,
+            self.connection.channel,
         )
 
     def _send_share(
@@ -264,7 +258,7 @@ class ChunkStreams:
 
         def take() -> FilledSlab | None:
             if (filled := take_next()) is not None:
-                self._meter.add(filled.wanted_bytes)
+                self.meter.add(filled.wanted_bytes)
             return filled
 
         window = ResendWindow(
@@ -274,10 +268,10 @@ class ChunkStreams:
             lambda filled: filled.wanted_bytes,
         )
         try:
-            with self._meter.part("stream"):
+            with self.meter.part("stream"):
                 self._send_all(
                     window,
-                    lambda stream: frames(stream, self._sums, self._meter),
+                    lambda stream: frames(stream, self.sums, self.meter),
                     channel,
                 )
         finally:
@@ -296,7 +290,7 @@ class ChunkStreams:
         )
         while window.wait():
             failed: BaseException | None = None
-            for attempt in self._connection.attempts("WriteChunks"):
+            for attempt in self.connection.attempts("WriteChunks"):
                 with attempt:
                     failed = self._send(method, window.stream(), serialized)
             if failed is not None:  # an error of this process: not retried
@@ -316,12 +310,12 @@ class ChunkStreams:
         """
 
         def requests() -> Iterator[bytes]:
-            yield api.WriteChunksRequest(open=self._ref).SerializeToString()
+            yield api.WriteChunksRequest(open=self.ref).SerializeToString()
             yield from serialized(stream)
 
-        sent, durable = _Requests(requests(), self._meter), 0
+        sent, durable = _Requests(requests(), self.meter), 0
         try:
-            with translate_rpc_errors(self._connection.address):
+            with translate_rpc_errors(self.connection.address):
                 # Acknowledged at once: if the stream breaks, the next one resends only
                 # what is not durable.
                 for response in method(sent):

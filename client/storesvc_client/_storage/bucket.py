@@ -23,6 +23,7 @@ from storesvc.storage.location import Storage
 from storesvc.storage.remote import GcsLists, endpoint_in_environment, make_bucket
 from storesvc.storage.requests import HedgedSender, shared_window
 from storesvc.storage.throttle import OUTAGE_SECONDS
+from storesvc_client._rpc.retry import clear_variables
 from storesvc_client._storage.objects import OwnStore, start_request
 from storesvc_client.errors import InvalidRequestError, StoreError, error_class
 
@@ -152,17 +153,19 @@ class BucketRoot:
         what: str = "",
         timeout: float | None = None,
     ) -> "Future[T]":
+        name = what or self.storage.describe(path)
+
         async def answer() -> T:
-            with _translate_errors(self.storage, path):
-                answering = sender.answer(
-                    ask,
-                    size_bytes=size_bytes,
-                    name=what or self.storage.describe(path),
-                )
-                if timeout is None:
-                    return await answering
-                async with asyncio.timeout(timeout):
-                    return await answering
+            try:
+                with _translate_errors(self.storage, path):
+                    answering = sender.answer(ask, size_bytes=size_bytes, name=name)
+                    if timeout is None:
+                        return await answering
+                    async with asyncio.timeout(timeout):
+                        return await answering
+            except StoreError as e:
+                clear_variables(e)  # only the first error of a transfer is looked at
+                raise
 
         return start_request(answer())
 

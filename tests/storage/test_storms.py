@@ -145,7 +145,8 @@ async def test_a_request_is_sent_again_when_a_probe_shows_that_the_storage_wants
     await CALLS[method](bucket, held)
 
     assert time.monotonic() - began >= 3
-    sent = [(one.method, one.status) for one in gcs.log][:4]
+    # a request of a slow machine may be dropped for its hedge
+    sent = [(one.method, one.status) for one in gcs.log if one.status][:4]
     probes = [("GET", 503), ("GET", 200)]
     done = (method, 204 if method == "DELETE" else 200)
     assert [(method, 503), *probes, done] == sent

@@ -13,6 +13,7 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "import_module"}
 # They import modules of their own by names in their source.
 ALLOWED = {
     ("storesvc_client", "import_module"),
+    ("storesvc_client._api.client", "import_module"),
     ("storesvc_client._foreign.mount", "import_module"),
     ("storesvc_client.cli.group", "import_module"),
     ("storesvc_client.orbax", "import_module"),

@@ -472,8 +472,7 @@ class TreeSource:
         """
         if self._plan.is_remote:
             return None
-        found = self.in_order(ordinal)
-        _, is_own = self._leaf(self.tree.locate(ordinal)[0])
+        found, is_own = self._find_spans(ordinal)
         return found if is_own else None
 
     def leaf_digests(self) -> bytes:
@@ -505,16 +504,20 @@ class TreeSource:
 
     def in_order(self, ordinal: int) -> "Sequence[Bytes] | None":
         """Returns the elements of a chunk if they can be read without a copy."""
+        return self._find_spans(ordinal)[0]
+
+    def _find_spans(self, ordinal: int) -> "tuple[Sequence[Bytes] | None, bool]":
+        """Returns them, and whether they are in the tree's own memory."""
         row, within = self.tree.locate(ordinal)
         pieces = self._plan.leaves[row].layout.contiguous_pieces(within)
         if pieces is None:
-            return None
-        (blocks, _), found = self._leaf(row), []
+            return None, False
+        (blocks, is_own), found = self._leaf(row), []
         for piece in pieces:
             assert piece.span is not None
             start, _, length = piece.span
             found.append(_flat(blocks[piece.block])[start : start + length])
-        return found
+        return found, is_own
 
     def _leaf(self, row: int) -> tuple[Sequence[NDArray[Any]], bool]:
         """Returns the blocks of a leaf on the host, and whether they are in the tree's

@@ -448,6 +448,13 @@ class BaseSums:
     copied; the store is asked about them later."""
 
 
+_Lent: TypeAlias = "Sequence[Sequence[Bytes]] | None"
+"""Memory of the chunks of a slab; None if they must be copied."""
+
+_Choose: TypeAlias = Callable[[Slab, _Lent], Sequence[int]]
+"""Returns the chunks of a slab to send."""
+
+
 class Snapshot:
     """The copy of a state that a save works on."""
 
@@ -489,7 +496,7 @@ class Snapshot:
                 if left:
                     self._in_threads(
                         self._slabs,
-                        lambda slab: [o for o in slab.ordinals if o in left],
+                        lambda slab, _: [o for o in slab.ordinals if o in left],
                     )
         except BaseException as e:
             self._slab_queue.fail(e)
@@ -497,9 +504,7 @@ class Snapshot:
         # 3. End: from here on the writers may finish.
         self._slab_queue.end()
 
-    def _in_threads(
-        self, slabs: Sequence[Slab], choose: Callable[[Slab], Sequence[int]]
-    ) -> None:
+    def _in_threads(self, slabs: Sequence[Slab], choose: "_Choose") -> None:
         turns = iter(slabs)
         chunks = sum(len(slab.sizes) for slab in slabs)
         if THREADS == 1 or sum(slab.size for slab in slabs) < chunks * SMALL_BYTES:
@@ -513,27 +518,27 @@ class Snapshot:
             for future in futures:
                 future.result()
 
-    def _work(
-        self, turns: Iterator[Slab], choose: Callable[[Slab], Sequence[int]]
-    ) -> None:
+    def _work(self, turns: Iterator[Slab], choose: "_Choose") -> None:
         try:
             with self._source.reading():
                 for slab in turns:
                     if self._slab_queue.is_cancelled or self._failed.is_set():
                         return
                     with self._meter.phase("digest"):
-                        wanted = choose(slab)
+                        lent = self._lent(slab)
+                        wanted = choose(slab, lent)
                     if wanted:
-                        self._take_slab(slab, wanted)
+                        self._take_slab(slab, wanted, lent)
         except BaseException:
             self._failed.set()
             raise
 
-    def _take_slab(self, slab: Slab, wanted: Sequence[int]) -> None:
-        lent = self._lent(slab)
+    def _take_slab(self, slab: Slab, wanted: Sequence[int], lent: "_Lent") -> None:
         if lent is not None:
+            probed = 0 if self._known is None else self._known.count
             for ordinal in wanted:
-                self._probes[ordinal] = make_probe(lent[ordinal - slab.first])
+                if ordinal >= probed:
+                    self._probes[ordinal] = make_probe(lent[ordinal - slab.first])
             self._slab_queue.put(FilledSlab(slab, wanted, None, lent))
             return
         with self._meter.phase("wait"):
@@ -557,7 +562,7 @@ class Snapshot:
             raise
         self._slab_queue.put(FilledSlab(slab, wanted, buffer))
 
-    def _lent(self, slab: Slab) -> "Sequence[Sequence[Bytes]] | None":
+    def _lent(self, slab: Slab) -> "_Lent":
         """Returns the memory of a slab's chunks if it is sent without a copy, else
         None."""
         if not self._is_lent or slab.size < len(slab.sizes) * SMALL_BYTES:
@@ -570,27 +575,29 @@ class Snapshot:
             found.append(spans)
         return found
 
-    def _new_chunks(self, slab: Slab) -> Sequence[int]:
+    def _new_chunks(self, slab: Slab, lent: "_Lent") -> Sequence[int]:
         """Returns the chunks of a slab that differ from the base's."""
-        ordinals = slab.ordinals
-        if self._known is None:
+        ordinals, known, first = slab.ordinals, self._known, slab.first
+        if known is None:
             return ordinals
-        if slab.first >= self._known.count:
-            self._known.ask(ordinals)
+        if first >= known.count:
+            known.ask(ordinals)
             return ordinals
-        same = [o for o in ordinals if self._is_same(self._known, o)]
+        same = []
+        for o in ordinals:
+            spans = lent[o - first] if lent is not None else self._source.in_order(o)
+            if spans is not None and self._is_same(known, o, spans):
+                same.append(o)
         if not same:
             return ordinals
-        self._probes[same] = self._known.probes[same]
         with self._lock:
             self._unchanged += same
         return sorted(set(ordinals) - set(same))
 
-    def _is_same(self, known: BaseSums, ordinal: int) -> bool:
-        """Returns whether a chunk is equal to the base's, as far as that can be decided
-        without a copy."""
-        spans = self._source.in_order(ordinal)
-        if spans is None or make_probe(spans) != known.probes[ordinal]:
+    def _is_same(self, known: BaseSums, ordinal: int, spans: "Sequence[Bytes]") -> bool:
+        """Returns whether a chunk in memory is equal to the base's; keeps its probe."""
+        self._probes[ordinal] = probe = make_probe(spans)
+        if probe != known.probes[ordinal]:
             return False
         summing = Hasher()
         for span in spans:

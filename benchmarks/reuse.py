@@ -4,8 +4,8 @@
 
 Saves a state in turns into two runs of one embedded store, with ``snapshot="none"``:
 on the save before, as a job does that calls ``save`` without ``base=``, and with
-``base=None``. Ratios are those of neighbouring saves, so that they hold on a machine
-that other programs use, too; prints their median over the rounds.
+``base=None``. A ratio is that of two neighbouring saves, so that it holds on a machine
+that other programs use, too; prints the median over the rounds.
 """
 
 import argparse

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -163,9 +164,13 @@ def test_a_data_file_is_sent_again_when_a_probe_shows_that_the_storage_wants_it(
     root.write("a", [b"1"], what="a", check=lambda: None)
 
     assert time.monotonic() - began >= 3
-    sent = [
-        (one.method, one.status) for one in gcs.log if "noAcl&pretty" not in one.target
-    ]
+    # a request of a slow machine may be dropped for its hedge, and both answered
+    answered = (
+        (one.method, one.status)
+        for one in gcs.log
+        if one.status and "noAcl&pretty" not in one.target
+    )
+    sent = [each for each, _ in groupby(answered)]
     assert [("PUT", 503), ("GET", 503), ("GET", 200), ("PUT", 200)] == sent
 
 

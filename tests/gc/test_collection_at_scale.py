@@ -21,7 +21,7 @@ UPLOADS = 10
     ("files", "limit"),
     [
         (50_000, 6 * MIB),
-        pytest.param(1_000_000, 64 * MIB, marks=pytest.mark.soak),
+        pytest.param(1_000_000, 64 * MIB, marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
 async def test_memory_does_not_grow_with_data_files(

@@ -174,6 +174,7 @@ def test_a_data_file_is_sent_again_when_a_probe_shows_that_the_storage_wants_it(
     assert [("PUT", 503), ("GET", 503), ("GET", 200), ("PUT", 200)] == sent
 
 
+@pytest.mark.slow
 async def test_a_bucket_that_lists_and_rejects_writes_gets_few_of_both(
     gcs: FakeGcs,
 ) -> None:

@@ -66,6 +66,7 @@ from storesvc_client._values.options import (
     IfBusy,
     Indivisible,
     Like,
+    MappingRules,
     OnDamaged,
     RestoreRequest,
     SaveOptions,
@@ -286,6 +287,7 @@ class Run:
         cast: "DTypeLike | None" = None,
         missing: Literal["error", "keep"] = "error",
         indivisible: Indivisible = "error",
+        mapping: MappingRules | None = None,
         progress: ProgressCallback | None = None,
     ) -> Like:
         """Returns the state of a checkpoint, with every bit as it was saved.
@@ -336,6 +338,10 @@ class Run:
             indivisible: What to do with a dimension that an axis of ``rules`` does not
                 divide, or that the leaf lacks, and with a recorded axis that the mesh
                 lacks: "error", or "replicate", which does not split it, and is logged.
+            mapping: Rules that make another tree of the checkpoint, with which all
+                other arguments work: a TOML or JSON file, or a parsed document. Only
+                what the wanted parts are made of is read. Every part of a key is then
+                a text. In a job, with ``Distributed(processes="this")`` only.
             progress: Called with a ``Progress``; see ``ProgressCallback``.
 
         Raises:
@@ -343,7 +349,8 @@ class Run:
                 pattern of ``select``.
             InvalidRequestError: An argument is out of range, or the processes of the
                 job ask for different checkpoints, leaves or shardings; lists them.
-            MismatchError: The checkpoint does not match ``like``; lists every leaf.
+            MismatchError: The checkpoint does not match ``like``, or the rules of the
+                mapping do not fit it; lists every leaf.
             DataLossError: Stored bytes are damaged; the message names leaf and chunk.
                 With ``on_damage="older"``: all checkpoints are; lists them.
             UnavailableError: The deadline is exceeded; lists what is outstanding. Or a
@@ -359,6 +366,7 @@ class Run:
             cast=cast,
             missing=missing,
             indivisible=indivisible,
+            mapping=mapping,
             progress=progress,
         )
         opening = self._opening(

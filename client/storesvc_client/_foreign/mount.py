@@ -35,6 +35,7 @@ from storesvc_client._foreign.source import StepSource
 from storesvc_client._foreign.steps import item_name
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
+from storesvc_client._restore.mapped import MappedSource
 from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._telemetry.progress import Meter, ProgressCallback
 from storesvc_client._telemetry.reports import RestoreReport
@@ -529,20 +530,22 @@ class ForeignReader(TreeReader):
         with Meter("restore", self.name, request.progress) as meter:
             # 1. rejects what cannot be restored
             with meter.phase("plan"):
-                rows = self.select_rows(chosen)
+                view = self.map(request.mapping)
+                rows = view.select_rows(chosen)
             with meter.phase("plan"), self._naming_lost():
                 target = Target.choose(
-                    self.tree,
-                    self.name,
+                    view.tree,
+                    view.name,
                     request,
                     rows=rows,
-                    containers=self.select_containers(chosen)
+                    containers=view.select_containers(chosen)
                     if request.like is None
                     else (),
                     has_text_keys=True,  # Orbax, and dotted names of others
                 )
-            assembly = self.plan_reads(target.regions(), target.place, meter, ends)
-            source = self.open_source()
+            assembly = view.plan_reads(target.regions(), target.place, meter, ends)
+            source = view.open_source()
+            assert isinstance(source, StepSource | MappedSource)
             source.read(assembly.missing, assembly)  # 2. only what was planned
             assembly.check_complete()
             with meter.phase("rebuild"):
@@ -604,7 +607,9 @@ class ForeignReader(TreeReader):
     def open_source(self) -> StepSource:
         return StepSource(self._step, name=self.name)
 
-    def _report(self, source: StepSource, assembly: Assembly) -> RestoreReport:
+    def _report(
+        self, source: StepSource | MappedSource, assembly: Assembly
+    ) -> RestoreReport:
         meter = assembly.meter
         return RestoreReport(
             run=self.info.run,

@@ -20,6 +20,7 @@ from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._restore.joint import JointRestore, join_restore
+from storesvc_client._restore.mapped import MappedSource
 from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._restore.sources import BucketSource, FileSource, ServerSource
 from storesvc_client._restore.spread import PeerSource, SpreadPlan, may_spread
@@ -172,22 +173,29 @@ class CheckpointReader(TreeReader):
         chosen = request.patterns(self.name)
         with meter:
             with meter.phase("plan"):  # 1. rejects what cannot be restored
-                rows = self.select_rows(chosen)
+                view = self.map(request.mapping)
+                if joint is not None and view is not self:
+                    raise InvalidRequestError(
+                        f"restore of {self.name}: expected mapping= in a process that "
+                        "restores alone, got one of a job; open or restore it with "
+                        "Distributed(processes='this') in each process"
+                    )
+                rows = view.select_rows(chosen)
                 target = Target.choose(
-                    self.manifest.tree,
-                    self.name,
+                    view.tree,
+                    view.name,
                     request,
                     rows=rows,
-                    containers=self.select_containers(chosen)
+                    containers=view.select_containers(chosen)
                     if request.like is None
                     else (),
-                    has_text_keys=IMPORTED in self.info.labels,
+                    has_text_keys=IMPORTED in self.info.labels or view is not self,
                 )
             with self.hold():  # 2. until every chunk is read
-                assembly = self.plan_reads(
+                assembly = view.plan_reads(
                     target.regions(), target.place, meter, deadline
                 )
-                source = self.open_source()
+                source = view.open_source()
                 # 3. Meet, after all that can fail alone: the others wait from here on.
                 if joint is not None:
                     with meter.phase("await others"):
@@ -469,6 +477,8 @@ def _report(
     spent ``seconds`` reading or exchanging chunks."""
     meter = assembly.meter
     read_bytes, received_bytes = meter.done_bytes, 0
+    if isinstance(source, MappedSource):
+        read_bytes = source.read_bytes
     if isinstance(source, PeerSource):
         read_bytes, received_bytes = source.read_bytes, source.received_bytes
         seconds = source.seconds

@@ -45,6 +45,7 @@ from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Indivisible,
     Like,
+    MappingRules,
     RestoreRequest,
 )
 from storesvc_client._views.notebook import Leaves
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
+    from storesvc_client._mapping.planning import MappedTree
     from storesvc_client._pictures.leaf_statistics import LeafStatistics
     from storesvc_client._restore.pictures import Pictures
     from storesvc_client._telemetry.reports import RestoreReport
@@ -78,7 +80,7 @@ class TreeReader:
         self.job = job
         self.report: RestoreReport | None = None
         """Report of the last restore that succeeded; None if there was none."""
-        self._allocate = allocate
+        self.allocate = allocate
 
     @property
     def name(self) -> str:
@@ -217,6 +219,14 @@ class TreeReader:
             return False
         return any(each.what != TUPLE for each in self.select_containers([glob]))
 
+    def map(self, mapping: "MappingRules | MappedTree | None") -> "TreeReader":
+        """Returns the reader of the tree that a mapping makes; itself for None."""
+        if mapping is None:
+            return self
+        from storesvc_client._restore.mapped import MappedReader
+
+        return MappedReader(self, mapping)
+
     def read_regions(
         self,
         wanted: Iterable[tuple[int, Sequence[Region]]],
@@ -246,7 +256,7 @@ class TreeReader:
                 place=place,
                 meter=meter,
                 deadline=deadline,
-                allocate=self._allocate,
+                allocate=self.allocate,
             )
 
     def rename_leaves(self, rename: Callable[[Leaf], Leaf], document: bytes) -> Self:
@@ -365,6 +375,27 @@ class OpenTree:
             DataLossError: Stored bytes are damaged; the message names leaf and chunk.
         """
         return self._reader.read(keys)
+
+    def map(self, mapping: MappingRules) -> "OpenTree":
+        """Returns the checkpoint as a mapping shows it; reads no leaf.
+
+        Its leaves are those that the rules make, and all methods read what these need.
+        Items are those of the checkpoint; there is no document.
+
+        >>> rules = {"version": 1, "rules": [
+        ...     {"from": "params/{name*}", "to": "model/{name}"}
+        ... ]}
+        >>> [*run.open("best").map(rules).leaves]
+        ['model/bias', 'model/kernel']
+
+        Args:
+            mapping: As for ``Run.restore``.
+
+        Raises:
+            InvalidRequestError: There is no such file, or its rules are none.
+            MismatchError: The rules do not fit the leaves; lists all that is wrong.
+        """
+        return OpenTree(self._reader.map(mapping))
 
     @cached_property
     def pictures(self) -> "Pictures":

@@ -4,6 +4,7 @@ from a public function to the code that carries them out."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -25,12 +26,16 @@ from storesvc_client._values.arguments import (
 )
 from storesvc_client.errors import InvalidRequestError
 
+MappingRules: TypeAlias = str | Path | Mapping[str, Any]
+"""Rules of a mapping: the path of a TOML or JSON file, or a parsed document."""
+
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
     from numpy.typing import DTypeLike
     from typing_extensions import TypeVar as TypeVarWithDefault
 
     from storesvc.format.names import Which
+    from storesvc_client._mapping.planning import MappedTree
     from storesvc_client._telemetry.progress import ProgressCallback
     from storesvc_client._values.key_patterns import Pattern, Patterns
 
@@ -181,6 +186,7 @@ class RestoreRequest:
     cast: "DTypeLike | None" = None
     missing: Literal["error", "keep"] = "error"
     indivisible: Indivisible = "error"
+    mapping: "MappingRules | MappedTree | None" = None
     progress: "ProgressCallback | None" = None
 
     def patterns(self, name: str) -> Sequence["Pattern"] | None:

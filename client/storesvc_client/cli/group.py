@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from keyword import iskeyword
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -149,6 +148,7 @@ COMMANDS: Final = {
     "export": "transfer",
     "diff": "inspect",
     "verify": "inspect",
+    "map": "mapping",
     "trace": "watch",
     "watch": "watch",
     "tag": "change",
@@ -275,7 +275,8 @@ class _Group(click.Group):
 @cache
 def _command(name: str) -> click.Command:
     module = import_module(f"storesvc_client.cli.commands.{COMMANDS[name]}")
-    command: click.Command = getattr(module, f"{name}_" if iskeyword(name) else name)
+    # of a keyword, or of a builtin of Python
+    command: click.Command = getattr(module, f"{name}_", None) or getattr(module, name)
     accept_global_options(command)
     return command
 

@@ -1,0 +1,624 @@
+"""Expressions: an array of the target as a map of index regions of stored arrays.
+
+Each expression has a shape and a dtype. ``requests`` returns the regions of stored
+arrays that a region of it needs, ``build`` makes that region of their elements, which
+it gets in the same order. So a part of the target reads what it needs, and nothing
+more. No expression computes with elements; ``Cast`` alone changes them.
+
+>>> stored = Source("float32", (4, 6), row=0, kind=0, stored_chunk_shape=(4, 6))
+>>> swapped = Transpose.make(stored, [1, 0])
+>>> [(source.row, region) for source, region in swapped.requests(((0, 2), (0, 4)))]
+[(0, ((0, 4), (0, 2)))]
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storesvc.format.dtypes import DTYPES, is_floating
+from storesvc.format.grids import (
+    MAX_CHUNK_BYTES,
+    Region,
+    choose_chunk_shape,
+    intersection,
+    part,
+    shape_problem,
+    whole,
+)
+
+MAX_RUNS: Final = 1024
+"""Maximum contiguous ranges that a region of a reshaped array is read in; if it has
+more, what is between them is read, too."""
+
+Shape: TypeAlias = tuple[int, ...]
+Array: TypeAlias = NDArray[Any]
+Arrays: TypeAlias = Iterator[Array]
+"""Elements of the requested regions, in the order of the requests."""
+Requests: TypeAlias = Iterator[tuple["Source", Region]]
+
+
+@dataclass(frozen=True)
+class Expression(ABC):
+    """An array that is made of stored arrays.
+
+    ``make`` of each class checks its arguments, and raises ``ValueError`` with a
+    message that says what was expected.
+    """
+
+    dtype: str
+    shape: Shape
+
+    @property
+    def parts(self) -> Sequence["Expression"]:
+        """Expressions that it is made of."""
+        return ()
+
+    @abstractmethod
+    def requests(self, region: Region) -> Requests:
+        """Yields the regions of stored arrays that a region needs, which has
+        elements."""
+
+    @abstractmethod
+    def build(self, region: Region, arrays: Arrays) -> Array:
+        """Returns the elements of a region; takes what it requested. They may be a view
+        that must not be written to."""
+
+    @property
+    @abstractmethod
+    def chunk_shape(self) -> Shape:
+        """Shape of regions that need few chunks of the stored arrays."""
+
+    @property
+    def grid_shape(self) -> Shape:
+        """Shape of the regions that are read one by one, within ``chunk_shape``."""
+        sizes = zip(self.chunk_shape, self.shape, strict=True)
+        wanted = tuple(max(1, min(c, n)) for c, n in sizes)
+        if math.prod(wanted) * DTYPES[self.dtype].itemsize <= MAX_CHUNK_BYTES:
+            return wanted  # larger ones would need more stored chunks
+        return choose_chunk_shape(self.shape, DTYPES[self.dtype].itemsize, wanted)
+
+    def sources(self) -> Iterator["Source"]:
+        """Yields the stored arrays, each as often as it is used."""
+        for each in self.parts:
+            yield from each.sources()
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Source(Expression):
+    """A stored array."""
+
+    row: int
+    """Row of its leaf."""
+    kind: int
+    """Kind of its leaf."""
+    stored_chunk_shape: Shape
+
+    @property
+    def chunk_shape(self) -> Shape:
+        return self.stored_chunk_shape
+
+    def requests(self, region: Region) -> Requests:
+        yield self, region
+
+    def build(self, region: Region, arrays: Arrays) -> Array:  # noqa: ARG002 - as in all
+        return next(arrays)
+
+    def sources(self) -> Iterator["Source"]:
+        yield self
+
+
+@dataclass(frozen=True)
+class Fill(Expression):
+    """An array of one value, made of nothing."""
+
+    value: float
+
+    @classmethod
+    def make(cls, shape: Sequence[int], dtype: str, value: float) -> "Fill":
+        """Returns an array of a value."""
+        check_value(dtype, value)
+        return cls(dtype, _check_shape(shape), value)
+
+    def requests(self, region: Region) -> Requests:  # noqa: ARG002 - as in all
+        yield from ()
+
+    def build(self, region: Region, arrays: Arrays) -> Array:  # noqa: ARG002 - as in all
+        one = np.full((), self.value, DTYPES[self.dtype])
+        return np.broadcast_to(one, _size(region))
+
+    @property
+    def chunk_shape(self) -> Shape:
+        return self.shape
+
+
+@dataclass(frozen=True)
+class _Changed(Expression):
+    """An expression with one part."""
+
+    inner: Expression
+
+    @property
+    def parts(self) -> Sequence[Expression]:
+        return (self.inner,)
+
+    @property
+    def chunk_shape(self) -> Shape:
+        return self.inner.chunk_shape
+
+    def back(self, region: Region) -> Region:
+        """Returns the region of the part that a region is made of."""
+        return region
+
+    def requests(self, region: Region) -> Requests:
+        return self.inner.requests(self.back(region))
+
+
+@dataclass(frozen=True)
+class Cast(_Changed):
+    """Floating-point numbers in another dtype."""
+
+    @classmethod
+    def make(cls, inner: Expression, dtype: str) -> Expression:
+        """Returns it in a floating-point dtype."""
+        if not (is_floating(inner.dtype) and is_floating(dtype)):
+            raise ValueError(
+                f"cast: expected floating-point dtypes, got {inner.dtype} to {dtype}"
+            )
+        return inner if dtype == inner.dtype else cls(dtype, inner.shape, inner)
+
+    def build(self, region: Region, arrays: Arrays) -> Array:
+        return self.inner.build(region, arrays).astype(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class Transpose(_Changed):
+    """Axes in another order."""
+
+    axes: tuple[int, ...]
+
+    @classmethod
+    def make(cls, inner: Expression, axes: Sequence[int]) -> "Transpose":
+        """Returns it with the axes in an order."""
+        if sorted(axes) != [*range(len(inner.shape))]:
+            raise ValueError(
+                f"transpose: expected each of the axes 0 to {len(inner.shape) - 1} "
+                f"once for an array of shape {list(inner.shape)}, got {list(axes)}"
+            )
+        return cls(
+            inner.dtype, tuple(inner.shape[a] for a in axes), inner, axes=tuple(axes)
+        )
+
+    @property
+    def chunk_shape(self) -> Shape:
+        return tuple(self.inner.chunk_shape[axis] for axis in self.axes)
+
+    def back(self, region: Region) -> Region:
+        places = np.argsort(self.axes).tolist()
+        return tuple(region[place] for place in places)
+
+    def build(self, region: Region, arrays: Arrays) -> Array:
+        return self.inner.build(self.back(region), arrays).transpose(self.axes)
+
+
+@dataclass(frozen=True)
+class Slice(_Changed):
+    """A range along an axis; without the axis if ``is_taken``."""
+
+    axis: int
+    start: int
+    stop: int
+    is_taken: bool = False
+
+    @classmethod
+    def make(cls, inner: Expression, axis: int, start: int, stop: int) -> "Slice":
+        """Returns a range along an axis."""
+        axis = check_axis("slice", inner, axis)
+        if not 0 <= start <= stop <= inner.shape[axis]:
+            raise ValueError(
+                f"slice: expected 0 <= start <= stop <= {inner.shape[axis]}, the size "
+                f"of axis {axis}, got start {start} and stop {stop}"
+            )
+        shape = _put(inner.shape, axis, (stop - start,))
+        return cls(inner.dtype, shape, inner, axis=axis, start=start, stop=stop)
+
+    @classmethod
+    def take(cls, inner: Expression, axis: int, index: int) -> "Slice":
+        """Returns what is at an index of an axis, without the axis."""
+        shape = _put(inner.shape, axis, ())
+        return cls(inner.dtype, shape, inner, axis, index, index + 1, is_taken=True)
+
+    @property
+    def chunk_shape(self) -> Shape:
+        found = self.inner.chunk_shape
+        return _put(found, self.axis, ()) if self.is_taken else found
+
+    def back(self, region: Region) -> Region:
+        if self.is_taken:
+            taken = ((self.start, self.stop),)
+            return (*region[: self.axis], *taken, *region[self.axis :])
+        start, stop = region[self.axis]
+        return _put(region, self.axis, ((start + self.start, stop + self.start),))
+
+    def build(self, region: Region, arrays: Arrays) -> Array:
+        found = self.inner.build(self.back(region), arrays)
+        return found.reshape(_size(region)) if self.is_taken else found
+
+
+@dataclass(frozen=True)
+class Pad(_Changed):
+    """An axis that is longer, with a value in the new elements at its end."""
+
+    axis: int
+    value: float
+
+    @classmethod
+    def make(cls, inner: Expression, axis: int, size: int, value: float) -> "Pad":
+        """Returns it with another size of an axis."""
+        axis = check_axis("pad", inner, axis)
+        if size < inner.shape[axis]:
+            raise ValueError(
+                f"pad: expected a size of at least {inner.shape[axis]} for axis "
+                f"{axis}, got {size}; slice makes an axis shorter"
+            )
+        check_value(inner.dtype, value)
+        shape = _check_shape(_put(inner.shape, axis, (size,)))
+        return cls(inner.dtype, shape, inner, axis=axis, value=value)
+
+    def _inside(self, region: Region) -> Region | None:
+        inside = intersection(region, whole(self.inner.shape))
+        return inside if all(start < stop for start, stop in inside) else None
+
+    def requests(self, region: Region) -> Requests:
+        inside = self._inside(region)
+        return iter(()) if inside is None else self.inner.requests(inside)
+
+    def build(self, region: Region, arrays: Arrays) -> Array:
+        inside = self._inside(region)
+        if inside == region:
+            return self.inner.build(region, arrays)
+        found = np.full(_size(region), self.value, DTYPES[self.dtype])
+        if inside is not None:
+            part(found, region, inside)[...] = self.inner.build(inside, arrays)
+        return found
+
+
+@dataclass(frozen=True)
+class Repeat(_Changed):
+    """Each index of an axis several times, one after another."""
+
+    axis: int
+    times: int
+
+    @classmethod
+    def make(cls, inner: Expression, axis: int, times: int) -> "Repeat":
+        """Returns it with each index of an axis repeated."""
+        axis = check_axis("repeat", inner, axis)
+        if times < 1:
+            raise ValueError(f"repeat: expected times of at least 1, got {times}")
+        shape = _check_shape(_put(inner.shape, axis, (inner.shape[axis] * times,)))
+        return cls(inner.dtype, shape, inner, axis=axis, times=times)
+
+    def back(self, region: Region) -> Region:
+        start, stop = region[self.axis]
+        wanted = ((start // self.times, -(-stop // self.times)),)
+        return _put(region, self.axis, wanted)
+
+    def build(self, region: Region, arrays: Arrays) -> Array:
+        back = self.back(region)
+        found = self.inner.build(back, arrays).repeat(self.times, self.axis)
+        first = back[self.axis][0] * self.times
+        holds = (first, first + found.shape[self.axis])
+        return part(found, _put(region, self.axis, (holds,)), region)
+
+
+@dataclass(frozen=True)
+class Join(Expression):
+    """Arrays one after another along an axis: a new one if ``is_stack``."""
+
+    joined: tuple[Expression, ...]
+    axis: int
+    is_stack: bool
+
+    @classmethod
+    def stack(cls, joined: Sequence[Expression], axis: int) -> "Join":
+        """Returns arrays of one shape along a new axis."""
+        first = joined[0]
+        rank = len(first.shape) + 1
+        if not -rank <= axis < rank:
+            raise ValueError(
+                f"stack: expected an axis from {-rank} to {rank - 1}, got {axis}"
+            )
+        _check_alike("stack", joined, first.shape, [each.shape for each in joined])
+        axis %= rank
+        shape = (*first.shape[:axis], len(joined), *first.shape[axis:])
+        return cls(first.dtype, _check_shape(shape), tuple(joined), axis, is_stack=True)
+
+    @classmethod
+    def concatenate(cls, joined: Sequence[Expression], axis: int) -> "Join":
+        """Returns arrays one after another along an axis that they have."""
+        first = joined[0]
+        axis = check_axis("concatenate", first, axis)
+        others = [
+            each.shape if len(each.shape) <= axis else _put(each.shape, axis, (0,))
+            for each in joined
+        ]
+        _check_alike("concatenate", joined, _put(first.shape, axis, (0,)), others)
+        size = sum(each.shape[axis] for each in joined)
+        shape = _check_shape(_put(first.shape, axis, (size,)))
+        return cls(first.dtype, shape, tuple(joined), axis, is_stack=False)
+
+    @property
+    def parts(self) -> Sequence[Expression]:
+        return self.joined
+
+    @property
+    def chunk_shape(self) -> Shape:
+        found = self.joined[0].chunk_shape
+        if self.is_stack:
+            return (*found[: self.axis], 1, *found[self.axis :])
+        return found
+
+    @cached_property
+    def _starts(self) -> Array:
+        """Start of each part along the axis, and the end of the last one."""
+        if self.is_stack:
+            return np.arange(len(self.joined) + 1)
+        return np.cumsum([0, *(each.shape[self.axis] for each in self.joined)])
+
+    def _pieces(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        start, stop = region[self.axis]
+        first = int(self._starts.searchsorted(start, side="right")) - 1
+        last = int(self._starts.searchsorted(stop, side="left"))
+        for number in range(first, last):
+            begin, end = self._starts[number : number + 2].tolist()
+            if self.is_stack:
+                yield self.joined[number], _put(region, self.axis, ())
+            elif begin < end:
+                along = (max(start, begin) - begin, min(stop, end) - begin)
+                yield self.joined[number], _put(region, self.axis, (along,))
+
+    def requests(self, region: Region) -> Requests:
+        for each, inside in self._pieces(region):
+            yield from each.requests(inside)
+
+    def build(self, region: Region, arrays: Arrays) -> Array:
+        found = [each.build(inside, arrays) for each, inside in self._pieces(region)]
+        if self.is_stack:
+            found = [np.expand_dims(each, self.axis) for each in found]
+        return found[0] if len(found) == 1 else np.concatenate(found, self.axis)
+
+
+@dataclass(frozen=True)
+class Reshape(_Changed):
+    """The same elements in the same order, with other axes."""
+
+    @classmethod
+    def make(cls, inner: Expression, shape: Sequence[int]) -> Expression:
+        """Returns it in a shape, of which one size may be -1."""
+        known = math.prod(n for n in shape if n != -1)
+        size = math.prod(inner.shape)
+        sizes = [n if n != -1 else size // max(known, 1) for n in shape]
+        is_open = [*shape].count(-1) > 1 or (-1 in shape and not known)
+        if is_open or min([0, *sizes]) < 0 or math.prod(sizes) != size:
+            raise ValueError(
+                f"reshape: expected a shape of {size} elements, as {list(inner.shape)} "
+                f"has, with at most one -1, got {list(shape)}"
+            )
+        wanted = _check_shape(sizes)
+        return inner if wanted == inner.shape else cls(inner.dtype, wanted, inner)
+
+    @cached_property
+    def _groups(self) -> list[tuple[slice, slice]]:
+        """The fewest axes of both shapes that have the same elements, in order."""
+        groups, source, target = list[tuple[slice, slice]](), 0, 0
+        a, b = self.inner.shape, self.shape
+        while source < len(a) or target < len(b):
+            first, second, left, right = source, target, 1, 1
+            while first == source or second == target or left != right:
+                can_source, can_target = source < len(a), target < len(b)
+                if can_source and (left <= right or not can_target):
+                    left, source = left * a[source], source + 1
+                elif can_target:
+                    right, target = right * b[target], target + 1
+                else:
+                    break
+            groups.append((slice(first, source), slice(second, target)))
+        return groups
+
+    @property
+    def chunk_shape(self) -> Shape:
+        found: list[int] = []
+        for source, target in self._groups:
+            left = math.prod(
+                min(c, max(n, 1))
+                for c, n in zip(
+                    self.inner.chunk_shape[source],
+                    self.inner.shape[source],
+                    strict=True,
+                )
+            )
+            sizes = []
+            for n in reversed(self.shape[target]):
+                sizes.append(max(1, min(n, left)))
+                left = max(1, left // max(n, 1))
+            found += reversed(sizes)
+        return tuple(found)
+
+    def _cover(self, region: Region) -> Region:
+        """Returns the region, or a larger one that has few contiguous ranges."""
+        found = list(region)
+        for _, target in self._groups:
+            sizes, along = self.shape[target], found[target]
+            while (cut := _last_cut(along, sizes)) and (
+                math.prod(b - a for a, b in along[:cut]) > MAX_RUNS
+            ):
+                along[cut] = (0, sizes[cut])
+            found[target] = along
+        return tuple(found)
+
+    def _moves(self, region: Region) -> Iterator[tuple[Region, list["_Move"]]]:
+        """Yields the boxes of the region that are contiguous in each group of axes,
+        with the moves that fill each."""
+        each = [[*_runs(region[t], self.shape[t])] for _, t in self._groups]
+        for runs in product(*each):
+            boxes = [
+                [
+                    (box, (start - run[0], start + math.prod(_size(box)) - run[0]))
+                    for box, start in _boxes(self.inner.shape[source], *run)
+                ]
+                for (source, _), (run, _) in zip(self._groups, runs, strict=True)
+            ]
+            moves = [
+                _Move(
+                    source=tuple(range_ for box, _ in found for range_ in box),
+                    goes=tuple(place for _, place in found),
+                )
+                for found in product(*boxes)
+            ]
+            yield tuple(range_ for _, box in runs for range_ in box), moves
+
+    def requests(self, region: Region) -> Requests:
+        for _, moves in self._moves(self._cover(region)):
+            for move in moves:
+                yield from self.inner.requests(move.source)
+
+    def build(self, region: Region, arrays: Arrays) -> Array:
+        covered = self._cover(region)
+        found: Array | None = None
+        for box, moves in self._moves(covered):
+            filled = self._fill_box(box, moves, arrays)
+            if box == covered:
+                return part(filled, covered, region)
+            if found is None:
+                found = np.empty(_size(covered), DTYPES[self.dtype])
+            part(found, covered, box)[...] = filled
+        assert found is not None
+        return part(found, covered, region)
+
+    def _fill_box(self, box: Region, moves: list["_Move"], arrays: Arrays) -> Array:
+        if len(moves) == 1:
+            return self.inner.build(moves[0].source, arrays).reshape(_size(box))
+        flat = np.empty(
+            [math.prod(_size(box[target])) for _, target in self._groups],
+            DTYPES[self.dtype],
+        )
+        for move in moves:
+            elements = self.inner.build(move.source, arrays)
+            into = flat[tuple(slice(*place) for place in move.goes)]
+            into[...] = elements.reshape(into.shape)
+        return flat.reshape(_size(box))
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A region of the inner expression, and its place in the flat axes of a box."""
+
+    source: Region
+    goes: Region
+
+
+def _last_cut(along: Sequence[tuple[int, int]], sizes: Sequence[int]) -> int:
+    """Returns the last axis that a region does not take whole; 0 if there is none."""
+    for axis in reversed(range(len(sizes))):
+        if along[axis] != (0, sizes[axis]):
+            return axis
+    return 0
+
+
+def _runs(region: Region, shape: Shape) -> Iterator[tuple[tuple[int, int], Region]]:
+    """Yields the contiguous ranges of a region of an array, each with its box."""
+    cut = _last_cut(region, shape)
+    behind = math.prod(shape[cut + 1 :])
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if not shape:
+        yield (0, 1), ()
+        return
+    for index in product(*(range(start, stop) for start, stop in region[:cut])):
+        first = sum(at * stride for at, stride in zip(index, strides, strict=False))
+        start, stop = region[cut]
+        box = (*((at, at + 1) for at in index), *region[cut:])
+        yield (first + start * behind, first + stop * behind), box
+
+
+def _boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int]]:
+    """Yields the fewest boxes that a contiguous range of an array consists of, each
+    with the place of its first element."""
+    if not shape:
+        yield (), start
+        return
+    behind = math.prod(shape[1:])
+    low, high = -(-start // behind), stop // behind
+    if low > high:  # within one index
+        yield from _boxes_at(shape, high, start, stop)
+        return
+    if start < low * behind:
+        yield from _boxes_at(shape, low - 1, start, low * behind)
+    if low < high:
+        yield ((low, high), *whole(shape[1:])), low * behind
+    if high * behind < stop:
+        yield from _boxes_at(shape, high, high * behind, stop)
+
+
+def _boxes_at(
+    shape: Shape, index: int, start: int, stop: int
+) -> Iterator[tuple[Region, int]]:
+    first = index * math.prod(shape[1:])
+    for box, place in _boxes(shape[1:], start - first, stop - first):
+        yield ((index, index + 1), *box), place + first
+
+
+def check_axis(what: str, inner: Expression, axis: int) -> int:
+    """Returns an axis counted from the first one."""
+    rank = len(inner.shape)
+    if not -rank <= axis < rank:
+        raise ValueError(
+            f"{what}: expected an axis of the shape {list(inner.shape)}, got {axis}"
+        )
+    return axis % rank
+
+
+def check_value(dtype: str, value: float) -> None:
+    """Checks that a dtype has a value."""
+    try:
+        with np.errstate(all="raise"):
+            found = np.full((), value, DTYPES[dtype])
+        is_held = bool(found == value) or (is_floating(dtype) and value != value)  # noqa: PLR0124 - NaN
+    except (OverflowError, FloatingPointError, ValueError, TypeError):
+        is_held = False
+    if not is_held and not (is_floating(dtype) and isinstance(value, float)):
+        raise ValueError(f"expected a value that {dtype} has, got {value!r}")
+
+
+def _check_alike(
+    what: str, joined: Sequence[Expression], shape: Shape, shapes: Sequence[Shape]
+) -> None:
+    for each, found in zip(joined, shapes, strict=True):
+        if found != shape or each.dtype != joined[0].dtype:
+            raise ValueError(
+                f"{what}: expected arrays that fit {joined[0]}, got {each}"
+            )
+
+
+def _check_shape(shape: Sequence[int]) -> Shape:
+    if problem := shape_problem(shape):
+        raise ValueError(problem)
+    return tuple(shape)
+
+
+def _size(region: Region) -> Shape:
+    return tuple(stop - start for start, stop in region)
+
+
+def _put(values: tuple[Any, ...], axis: int, new: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns values with others in the place of the one of an axis."""
+    return (*values[:axis], *new, *values[axis + 1 :])

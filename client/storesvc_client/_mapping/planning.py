@@ -1,0 +1,473 @@
+"""Applies rules to a tree: decides what each leaf of the target is made of.
+
+Nothing is read. Every leaf of the source is used or left out by a rule, every leaf of
+the target is made once, and shapes and dtypes fit; otherwise all that is wrong is in
+one error.
+
+1. Each rule finds its leaves. A leaf may be taken by one rule only.
+2. The operations of a rule transform *streams*: for each set of values of the
+   placeholders, the arrays of its list. ``stack`` joins streams that differ in one
+   placeholder, ``unstack`` divides each.
+3. The arrays get the keys of ``to``, and become the rows of a tree.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Final, TypeAlias
+
+from storesvc.format.keys import (
+    InvalidKeyError,
+    check_key,
+    check_keys,
+    describe,
+    split_key,
+)
+from storesvc.format.trees import Leaf, Tree
+from storesvc_client._mapping.expressions import (
+    Cast,
+    Expression,
+    Fill,
+    Join,
+    Pad,
+    Repeat,
+    Reshape,
+    Slice,
+    Source,
+    Transpose,
+    check_axis,
+)
+from storesvc_client._mapping.rules import Operation, Rule, Rules
+from storesvc_client._mapping.templates import Template, Value
+from storesvc_client._values.key_patterns import nearest_keys
+from storesvc_client.errors import InvalidRequestError, MismatchError
+from storesvc_proto.v1 import tree_pb2 as pb
+
+MAX_COMPARISONS: Final = 20_000_000
+"""Maximum comparisons of a key with a template."""
+
+MAX_TARGET_LEAVES: Final = 1_000_000
+
+SHOWN: Final = 20
+"""Problems that an error describes."""
+
+_ARRAYS: Final = frozenset(
+    {pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR}
+)
+"""Kinds of leaves that operations accept."""
+
+Binding: TypeAlias = tuple[tuple[str, Value], ...]
+"""Values of placeholders, in the order of their names."""
+Streams: TypeAlias = dict[Binding, tuple[Expression, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedLeaf:
+    """A leaf of the target."""
+
+    leaf: Leaf
+    expression: Expression
+    rule: Rule | None
+    """The rule that makes it; None: it is kept."""
+
+
+@dataclass(frozen=True)
+class MappedTree:
+    """The tree that a mapping makes of another one."""
+
+    name: str
+    """Name of the rules."""
+    leaves: tuple[MappedLeaf, ...]
+    """Its leaves, in the order of their keys."""
+    dropped: tuple[str, ...]
+    """Keys of the leaves that are left out."""
+    tree: Tree = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tree", Tree(tuple(each.leaf for each in self.leaves)))
+
+
+def plan_mapping(rules: Rules, source: Tree, *, name: str) -> MappedTree:
+    """Returns the tree that rules make of a source.
+
+    Args:
+        rules: The rules.
+        source: Its tree; items do not count.
+        name: Name of the source, for messages.
+
+    Raises:
+        MismatchError: They do not fit; lists all that is wrong.
+        InvalidRequestError: They need too many comparisons.
+    """
+    return _Planner(rules, source, name).plan()
+
+
+class _Planner:
+    def __init__(self, rules: Rules, source: Tree, name: str) -> None:
+        self._rules = rules
+        self._source = source
+        self._name = name
+        self._leaves = source.leaves[: source.tree_count]
+        self._problems: list[str] = []
+        self._made: dict[str, MappedLeaf] = {}
+        """Leaves of the target by key."""
+
+    def plan(self) -> MappedTree:
+        found, unmatched = self._match_leaves()
+        dropped = list[str]()
+        for rule in self._rules.rules:
+            rows = found.get(rule.place, [{} for _ in rule.sources])
+            if not any(rows) and rule.sources:
+                if not rule.is_optional:
+                    self._report_unused(rule)
+            elif rule.targets:
+                self._apply(rule, rows)
+            else:
+                dropped += (
+                    self._leaves[row].key for each in rows for row in each.values()
+                )
+        match self._rules.otherwise:
+            case "keep":
+                for row in unmatched:
+                    self._make(self._leaves[row].key, self._take(row), None)
+            case "drop":
+                dropped += (self._leaves[row].key for row in unmatched)
+            case _:
+                self._report_unmatched([self._leaves[row].key for row in unmatched])
+        leaves = [self._made[key] for key in sorted(self._made)]
+        try:
+            check_keys([each.leaf.key for each in leaves])
+        except InvalidKeyError as e:
+            self._problems.append(f"target {e}")
+        if self._problems:
+            rest = len(self._problems) - SHOWN
+            more = f"; and {rest:,} more" if rest > 0 else ""
+            raise MismatchError(
+                f"{self._rules.name} does not fit {self._name}: "
+                f"{'; '.join(self._problems[:SHOWN])}{more}",
+                metadata={"problems": str(len(self._problems))},
+            )
+        return MappedTree(self._rules.name, tuple(leaves), tuple(sorted(dropped)))
+
+    def _take(self, row: int) -> Source:
+        leaf = self._leaves[row]
+        return Source(
+            leaf.dtype,
+            leaf.shape,
+            row=row,
+            kind=leaf.kind,
+            stored_chunk_shape=leaf.chunk_shape,
+        )
+
+    # 1. Which rule takes which leaf.
+
+    def _match_leaves(self) -> tuple[dict[str, list[dict[Binding, int]]], list[int]]:
+        """Returns the rows that each rule takes, for each template of ``from``, by
+        binding; and the rows that none takes."""
+        index = _Index(self._rules)
+        found: dict[str, list[dict[Binding, int]]] = {}
+        unmatched = list[int]()
+        for row, leaf in enumerate(self._leaves):
+            taken = [*index.find(leaf.key)]
+            if not taken:
+                unmatched.append(row)
+            elif len(taken) > 1:
+                rules = " and ".join(str(rule) for rule, _, _ in taken[:2])
+                self._problems.append(
+                    f"{describe(leaf.key)}: expected one rule, got {rules}; make one "
+                    "of them match less"
+                )
+            for rule, number, binding in taken[:1]:
+                rows = found.setdefault(rule.place, [{} for _ in rule.sources])
+                rows[number][binding] = row
+        return found, unmatched
+
+    def _report_unmatched(self, keys: Sequence[str]) -> None:
+        if not keys:
+            return
+        names = ", ".join(keys[:SHOWN])
+        more = f" and {len(keys) - SHOWN:,} more" if len(keys) > SHOWN else ""
+        texts = {str(t): rule for rule in self._rules.rules for t in rule.sources}
+        near = nearest_keys(keys[0], texts)[:1]
+        nearest = "".join(f"; nearest: {texts[text].place} ({text})" for text in near)
+        self._problems.append(
+            f"expected a rule for each leaf, got none for {names}{more}{nearest}; add "
+            f'{{from = "{Template((keys[0],))}", to = ...}}, the same with '
+            'drop = true, or otherwise = "keep" for the document'
+        )
+
+    def _report_unused(self, rule: Rule) -> None:
+        text = f"{rule}: expected leaves that match, got none"
+        if len(self._problems) < SHOWN:
+            keys = [leaf.key for leaf in self._leaves]
+            near = nearest_keys(str(rule.sources[0]), keys)[:1]
+            text += "".join(f"; nearest: {key}" for key in near)
+            text += "; add optional = true if there need not be any"
+        self._problems.append(text)
+
+    # 2. What the operations of a rule make.
+
+    def _apply(self, rule: Rule, rows: Sequence[Mapping[Binding, int]]) -> None:
+        before = len(self._problems)
+        streams = self._begin(rule, rows)
+        for operation in rule.operations:
+            if len(self._problems) > before:  # what follows would be misleading
+                return
+            try:
+                streams = _operate(operation, streams)
+            except ValueError as e:
+                self._problems.append(f"{rule}: {e}")
+        if len(self._problems) > before:
+            return
+        for binding, arrays in streams.items():
+            values = dict(binding)
+            for number, target in enumerate(rule.targets):
+                array = arrays[number if len(arrays) > 1 else 0]
+                self._make(target.fill(values), array, rule)
+
+    def _begin(self, rule: Rule, rows: Sequence[Mapping[Binding, int]]) -> Streams:
+        if rule.default is not None:
+            try:
+                return {(): (Fill.make(**rule.default),)}
+            except ValueError as e:
+                self._problems.append(f"{rule}: default: {e}")
+                return {}
+        streams: Streams = {}
+        for binding in sorted({each for found in rows for each in found}):
+            absent = [
+                template.fill(dict(binding))
+                for template, found in zip(rule.sources, rows, strict=True)
+                if binding not in found
+            ]
+            if absent:
+                self._problems.append(
+                    f"{rule}: expected all its leaves, got none of the key "
+                    f"{absent[0]!r}"
+                )
+                continue
+            streams[binding] = tuple(self._take(found[binding]) for found in rows)
+            for each in streams[binding] if rule.operations else ():
+                assert isinstance(each, Source)
+                if each.kind not in _ARRAYS:
+                    kind = pb.LeafKind.Name(pb.LeafKind.ValueType(each.kind))
+                    self._problems.append(
+                        f"{rule}: {describe(self._leaves[each.row].key)}: expected an "
+                        f"array, got {kind}; only its key can change"
+                    )
+        return streams
+
+    # 3. The leaves of the target.
+
+    def _make(self, key: str, expression: Expression, rule: Rule | None) -> None:
+        """Adds a leaf of the target."""
+        if len(self._made) >= MAX_TARGET_LEAVES:
+            raise MismatchError(
+                f"{self._rules.name} does not fit {self._name}: expected at most "
+                f"{MAX_TARGET_LEAVES} leaves of the target, got more"
+            )
+        what = "otherwise" if rule is None else str(rule)
+        if (other := self._made.get(key)) is not None:
+            by = "otherwise" if other.rule is None else str(other.rule)
+            self._problems.append(
+                f"target {describe(key)}: expected one rule that makes it, got {by} "
+                f"and {what}"
+            )
+            return
+        try:
+            check_key(key)
+            parts = split_key(key)
+        except InvalidKeyError as e:
+            self._problems.append(f"{what}: {e}")
+            return
+        leaf = self._describe_leaf(key, "k" * len(parts), expression)
+        self._made[key] = MappedLeaf(leaf=leaf, expression=expression, rule=rule)
+
+    def _describe_leaf(self, key: str, kinds: str, expression: Expression) -> Leaf:
+        if isinstance(expression, Source):
+            own = self._leaves[expression.row]
+            return replace(own, key=key, path_kinds=kinds)
+        used = {each.kind for each in expression.sources()}
+        is_host = bool(used) and pb.LEAF_KIND_ARRAY not in used
+        return Leaf(
+            key=key,
+            path_kinds=kinds,
+            kind=pb.LEAF_KIND_HOST_ARRAY if is_host else pb.LEAF_KIND_ARRAY,
+            dtype=expression.dtype,
+            shape=expression.shape,
+            chunk_shape=expression.grid_shape,
+        )
+
+
+class _Index:
+    """Finds the templates that may match a key, by its literal first and last parts."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._exact: dict[str, list[tuple[Rule, int]]] = defaultdict(list)
+        self._others: dict[tuple[str | None, str | None], list[tuple[Rule, int]]] = (
+            defaultdict(list)
+        )
+        self._left = MAX_COMPARISONS
+        for rule in rules.rules:
+            for number, template in enumerate(rule.sources):
+                if not template.placeholders:
+                    self._exact[template.fill({})].append((rule, number))
+                else:
+                    self._others[_literal_ends(template)].append((rule, number))
+
+    def find(self, key: str) -> Iterator[tuple[Rule, int, Binding]]:
+        """Yields the rules that take a leaf, the number of the template and the values
+        of its placeholders."""
+        for rule, number in self._exact.get(key, ()):
+            yield rule, number, ()
+        first, last = key.partition("/")[0], key.rpartition("/")[2]
+        for ends in product((first, None), (last, None)):
+            candidates = self._others.get(ends, ())
+            self._left -= len(candidates)
+            if self._left < 0:
+                raise InvalidRequestError(
+                    f"expected rules that need at most {MAX_COMPARISONS:,} comparisons "
+                    "of a key with a rule, got more; begin or end the keys of rules "
+                    "with different parts, or write fewer rules with placeholders"
+                )
+            for rule, number in candidates:
+                values = rule.sources[number].match(key)
+                if values is not None:
+                    yield rule, number, tuple(sorted(values.items()))
+
+
+def _literal_ends(template: Template) -> tuple[str | None, str | None]:
+    """Returns the first and the last part of all keys that match; None if they
+    differ."""
+    first, last = template.parts[0], template.parts[-1]
+    return (
+        first.partition("/")[0] if isinstance(first, str) and "/" in first else None,
+        last.rpartition("/")[2] if isinstance(last, str) and "/" in last else None,
+    )
+
+
+def _operate(operation: Operation, streams: Streams) -> Streams:
+    """Returns the streams after an operation.
+
+    Raises:
+        ValueError: It does not fit; the message says why.
+    """
+    given = operation.arguments
+    match operation.name:
+        case "stack":
+            return _stack(streams, given["by"], given["axis"])
+        case "unstack":
+            return _unstack(streams, given["by"], given["axis"])
+        case "concatenate":
+            return {
+                binding: (_name_leaf(binding, Join.concatenate, each, given["axis"]),)
+                for binding, each in streams.items()
+            }
+        case "split":
+            return {
+                binding: tuple(_name_leaf(binding, _split, each[0], **given))
+                for binding, each in streams.items()
+            }
+        case name:
+            change = _CHANGES[name]
+            return {
+                binding: tuple(
+                    _name_leaf(binding, change, array, given) for array in each
+                )
+                for binding, each in streams.items()
+            }
+
+
+def _name_leaf(
+    binding: Binding, make: Callable[..., Any], *given: Any, **more: Any
+) -> Any:
+    """Returns what a function makes; its error names the values of placeholders."""
+    try:
+        return make(*given, **more)
+    except ValueError as e:
+        where = ", ".join(f"{name} = {value}" for name, value in binding)
+        raise ValueError(f"{where}: {e}" if where else str(e)) from e
+
+
+def _stack(streams: Streams, by: str, axis: int) -> Streams:
+    groups: dict[Binding, dict[Value, tuple[Expression, ...]]] = defaultdict(dict)
+    for binding, arrays in streams.items():
+        values = dict(binding)
+        index = values.pop(by)
+        groups[tuple(values.items())][index] = arrays
+    found: Streams = {}
+    for binding, parts in groups.items():
+        absent = next((n for n in range(len(parts)) if n not in parts), None)
+        if absent is not None:
+            where = "".join(f" of {name} = {value}" for name, value in binding)
+            raise ValueError(
+                f"stack: expected {by} = 0 to {max(map(int, parts))}{where}, each "
+                f"once, got no {by} = {absent}"
+            )
+        lists = zip(*(parts[n] for n in range(len(parts))), strict=True)
+        found[binding] = tuple(
+            _name_leaf(binding, Join.stack, each, axis) for each in lists
+        )
+    return found
+
+
+def _unstack(streams: Streams, by: str, axis: int) -> Streams:
+    found: Streams = {}
+    for binding, arrays in streams.items():
+        at = [_name_leaf(binding, check_axis, "unstack", each, axis) for each in arrays]
+        counts = {each.shape[a] for each, a in zip(arrays, at, strict=True)}
+        if len(counts) > 1 or len(found) + max(counts) > MAX_TARGET_LEAVES:
+            raise ValueError(
+                f"unstack: expected arrays of one size along axis {axis}, and at most "
+                f"{MAX_TARGET_LEAVES} parts, got {sorted(counts)}"
+            )
+        for index in range(*counts):
+            values = tuple(sorted({**dict(binding), by: index}.items()))
+            found[values] = tuple(
+                Slice.take(each, a, index) for each, a in zip(arrays, at, strict=True)
+            )
+    return found
+
+
+def _split(
+    inner: Expression, *, axis: int, sizes: Sequence[int]
+) -> Iterable[Expression]:
+    at = check_axis("split", inner, axis)
+    if sum(sizes) != inner.shape[at]:
+        raise ValueError(
+            f"split: expected sizes that sum to {inner.shape[at]}, the size of axis "
+            f"{at}, got {list(sizes)}"
+        )
+    start = 0
+    for size in sizes:
+        yield Slice.make(inner, at, start, start + size)
+        start += size
+
+
+def _permute_heads(inner: Expression, given: Mapping[str, Any]) -> Expression:
+    """Changes the order of rotary dimensions within each head: two halves, or pairs."""
+    axis, heads = check_axis("permute_heads", inner, given["axis"]), given["heads"]
+    size = inner.shape[axis]
+    if heads < 1 or size % (2 * heads):
+        raise ValueError(
+            f"permute_heads: expected heads of an even size along axis {axis} of "
+            f"{size}, got {heads} heads"
+        )
+    half = size // heads // 2
+    pair = (2, half) if given["from"] == "halves" else (half, 2)
+    divided = (*inner.shape[:axis], heads, *pair, *inner.shape[axis + 1 :])
+    axes = [*range(len(divided))]
+    axes[axis + 1], axes[axis + 2] = axis + 2, axis + 1
+    return Reshape.make(Transpose.make(Reshape.make(inner, divided), axes), inner.shape)
+
+
+_CHANGES: Final[Mapping[str, Callable[[Expression, Mapping[str, Any]], Expression]]] = {
+    "transpose": lambda inner, given: Transpose.make(inner, given[""]),
+    "reshape": lambda inner, given: Reshape.make(inner, given[""]),
+    "cast": lambda inner, given: Cast.make(inner, given[""]),
+    "slice": lambda inner, given: Slice.make(inner, **given),
+    "pad": lambda inner, given: Pad.make(inner, **given),
+    "repeat": lambda inner, given: Repeat.make(inner, **given),
+    "permute_heads": _permute_heads,
+}
+"""Operations that change each array by itself."""

@@ -1,0 +1,175 @@
+"""Templates of keys: the patterns of a mapping.
+
+A template is a key with placeholders in braces; a brace itself is doubled. ``{name}``
+stands for a piece of a key without "/" and ".", ``{name:int}`` for a decimal integer
+without leading zeros, ``{name*}`` for any text, at most once in a template.
+
+A template matches a key in at most one way, so it also makes the key from its values:
+behind a placeholder comes text that cannot belong to it. The same rule makes a match
+linear in the length of the key; no template is a regular expression of its author.
+
+>>> template = Template.parse("layers/{n:int}/{rest*}")
+>>> template.match("layers/3/attn/q")
+{'n': 3, 'rest': 'attn/q'}
+>>> template.fill({"n": 3, "rest": "attn/q"})
+'layers/3/attn/q'
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, TypeAlias
+
+from storesvc.format.keys import MAX_KEY_BYTES
+from storesvc_client._values.arguments import shown
+
+Value: TypeAlias = int | str
+"""Value of a placeholder."""
+
+MAX_PLACEHOLDERS: Final = 16
+"""Maximum placeholders of a template."""
+
+INTEGER: Final = ":int"
+REST: Final = "*"
+
+_TOKEN: Final = re.compile(
+    r"(?P<brace>\{\{|\}\})|\{(?P<name>[A-Za-z_][A-Za-z0-9_]{0,63})(?P<kind>:int|\*)?\}"
+    r"|(?P<text>[^{}]+)",
+)
+_EXPRESSIONS: Final = {
+    "": "([^/.]++)",
+    INTEGER: r"(0|[1-9][0-9]{0,17})",
+    REST: "(.+)",
+}
+"""Expression of each kind of placeholder. Only the rest is tried at several places:
+where a separator follows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A part of a template that stands for a text or an integer."""
+
+    name: str
+    kind: str
+    """"" for a piece without separators, ``INTEGER`` or ``REST``."""
+
+    def __str__(self) -> str:
+        return f"{{{self.name}{self.kind}}}"
+
+
+@dataclass(frozen=True)
+class Template:
+    """A key with placeholders."""
+
+    parts: tuple[str | Placeholder, ...]
+    """Texts and placeholders; no text follows another one."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Template":
+        """Returns the template of a text.
+
+        Raises:
+            ValueError: The text is none; the message says why.
+        """
+        if len(text) > MAX_KEY_BYTES:
+            raise ValueError(
+                f"expected a key of at most {MAX_KEY_BYTES} bytes, got {len(text)}"
+            )
+        parts, at = list[str | Placeholder](), 0
+        while at < len(text):
+            found = _TOKEN.match(text, at)
+            if found is None:
+                raise ValueError(
+                    f"{text!r}: expected {{name}}, {{name:int}} or {{name*}}, got "
+                    f"{text[at : at + 20]!r}; double a brace that is part of a key"
+                )
+            at = found.end()
+            if found["name"] is not None:
+                parts.append(Placeholder(found["name"], found["kind"] or ""))
+                continue
+            literal = found["text"] or found["brace"][0]
+            if parts and isinstance(last := parts[-1], str):
+                parts[-1] = last + literal
+            else:
+                parts.append(literal)
+        template = cls(tuple(parts))
+        names = template.kinds
+        if len(names) < len(template.placeholders) or len(names) > MAX_PLACEHOLDERS:
+            raise ValueError(
+                f"{shown(text)}: expected each placeholder once, and at most "
+                f"{MAX_PLACEHOLDERS}"
+            )
+        return template
+
+    def __str__(self) -> str:
+        return "".join(
+            part.replace("{", "{{").replace("}", "}}")
+            if isinstance(part, str)
+            else str(part)
+            for part in self.parts
+        )
+
+    @property
+    def placeholders(self) -> list[Placeholder]:
+        """Its placeholders in their order."""
+        return [part for part in self.parts if isinstance(part, Placeholder)]
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """Kind of each placeholder, by name."""
+        return {each.name: each.kind for each in self.placeholders}
+
+    def check_source(self) -> None:
+        """Checks that a key matches in at most one way.
+
+        Raises:
+            ValueError: It may match in several; the message says where.
+        """
+        if [each.kind for each in self.placeholders].count(REST) > 1:
+            raise ValueError(
+                f"{str(self)!r}: expected at most one placeholder with a *, got more"
+            )
+        for part, after in zip(self.parts, self.parts[1:], strict=False):
+            if isinstance(part, str):
+                continue
+            text = "" if isinstance(after, Placeholder) else after[0]
+            is_end = bool(text) and (
+                not text.isdigit() if part.kind == INTEGER else text in "/."
+            )
+            if not is_end:
+                ends = "text that is no digit" if part.kind == INTEGER else "'/' or '.'"
+                raise ValueError(
+                    f"{str(self)!r}: expected {ends} behind {part}, got "
+                    f"{text or str(after)!r}; name the whole part of the key"
+                )
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str]:
+        return re.compile(
+            "".join(
+                re.escape(part) if isinstance(part, str) else _EXPRESSIONS[part.kind]
+                for part in self.parts
+            ),
+            re.DOTALL,
+        )
+
+    def match(self, key: str) -> dict[str, Value] | None:
+        """Returns the values of the placeholders in a key; None if it does not
+        match."""
+        found = self._expression.fullmatch(key)
+        if found is None:
+            return None
+        return {
+            name: int(text) if kind == INTEGER else text
+            for (name, kind), text in zip(
+                self.kinds.items(), found.groups(), strict=True
+            )
+        }
+
+    def fill(self, values: Mapping[str, Value]) -> str:
+        """Returns the key with values for the placeholders."""
+        return "".join(
+            part if isinstance(part, str) else str(values[part.name])
+            for part in self.parts
+        )

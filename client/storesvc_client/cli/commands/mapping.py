@@ -1,0 +1,164 @@
+"""``storectl map``: checks rules of a mapping against a checkpoint, and shows the tree
+that they make."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from storesvc_client._views.tables import Column, Shrink, Table
+from storesvc_client._views.texts import ABSENT, count_text, sizes_text
+from storesvc_client.cli.arguments import (
+    foreign_options,
+    json_option,
+    path_argument,
+    readable_place,
+)
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.output import Listing, print_json, print_result
+from storesvc_client.cli.paths import CheckpointPath, ForeignOptions, StorePart
+
+if TYPE_CHECKING:
+    from storesvc_client._mapping.planning import MappedLeaf
+    from storesvc_client._restore.mapped import MappedReader
+
+_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.group("map")
+def map_() -> None:
+    """Check the rules of a mapping, or show the tree that they make.
+
+    Rules are a TOML or JSON file. With them a checkpoint is restored as another tree:
+    other names, layers stacked or apart, projections joined or divided.
+
+    \b
+    Examples:
+      storectl map check hf.toml prod/llama-8b@latest
+      storectl map show hf.toml prod/llama-8b@500
+    """
+
+
+def _open(
+    connection: Connection,
+    rules: Path,
+    place: tuple[StorePart, CheckpointPath],
+    options: ForeignOptions,
+) -> "MappedReader":
+    """Returns the reader of a checkpoint as the rules show it; reads no leaf."""
+    from storesvc_client._restore.mapped import MappedReader
+    from storesvc_client._restore.open_tree import get_reader
+
+    part, path = place
+    options.check(path)
+    with connection.to_part(part).open_for(path, options) as source:
+        opened = source.run(path.run).open(path.which)
+        return MappedReader(get_reader(opened), rules)
+
+
+def _document(reader: "MappedReader", mapped: "MappedLeaf") -> dict[str, Any]:
+    stored = reader.inner.tree.leaves
+    rows = dict.fromkeys(each.row for each in mapped.expression.sources())
+    operations = () if mapped.rule is None else mapped.rule.operations
+    return {
+        "key": mapped.leaf.key,
+        "shape": list(mapped.leaf.shape),
+        "dtype": mapped.leaf.dtype,
+        "from": [stored[row].key for row in rows],
+        "rule": None if mapped.rule is None else mapped.rule.place,
+        "operations": [str(each) for each in operations],
+    }
+
+
+def _row(leaf: dict[str, Any]) -> tuple[str, ...]:
+    first, *others = leaf["from"] or [ABSENT]
+    return (
+        leaf["key"],
+        leaf["dtype"] + sizes_text(leaf["shape"]),
+        f"{first} and {len(others):,} more" if others else first,
+        "; ".join(leaf["operations"]) or ABSENT,
+    )
+
+
+LISTING: Final[Listing[dict[str, Any]]] = Listing(
+    Table(
+        "leaf",
+        (
+            Column("KEY", shrink=Shrink.PREFIX),
+            Column("ARRAY"),
+            Column("FROM", shrink=Shrink.END),
+            Column("OPERATIONS", shrink=Shrink.END),
+        ),
+        _row,
+    )
+)
+
+
+@map_.command("check")
+@click.argument("rules", type=_FILE, metavar="RULES")
+@path_argument("place", readable_place, metavar="RUN@STEP")
+@foreign_options
+@json_option
+@pass_connection
+def check_rules(
+    connection: Connection,
+    *,
+    rules: Path,
+    place: tuple[StorePart, CheckpointPath],
+    options: ForeignOptions,
+    as_json: bool,
+) -> None:
+    """Check that rules fit a checkpoint; no leaf of it is read.
+
+    Every leaf must be used or left out by a rule, every leaf of the new tree made once,
+    and shapes and dtypes must fit. The error names all that does not.
+
+    \b
+    Examples:
+      storectl map check hf.toml prod/llama-8b@latest
+      storectl map check hf.toml safetensors:/models/llama@latest
+
+    Exit code 1: the rules do not fit.
+    """
+    reader = _open(connection, rules, place, options)
+    mapped, source = reader.mapped, reader.inner
+    made, dropped = len(mapped.leaves), len(mapped.dropped)
+    document = {
+        "name": source.name,
+        "source_leaf_count": source.tree.tree_count,
+        "leaf_count": made,
+        "dropped": list(mapped.dropped),
+        "size_bytes": mapped.tree.size_bytes,
+    }
+    before = count_text(source.tree.tree_count, "leaf")
+    text = f"{source.name}: {count_text(made, 'leaf')} of {before}, {dropped:,} dropped"
+    print_result(document, text, as_json=as_json)
+
+
+@map_.command("show")
+@click.argument("rules", type=_FILE, metavar="RULES")
+@path_argument("place", readable_place, metavar="RUN@STEP")
+@foreign_options
+@json_option
+@pass_connection
+def show_leaves(
+    connection: Connection,
+    *,
+    rules: Path,
+    place: tuple[StorePart, CheckpointPath],
+    options: ForeignOptions,
+    as_json: bool,
+) -> None:
+    """List the leaves that rules make of a checkpoint, and what each is made of.
+
+    \b
+    Examples:
+      storectl map show hf.toml prod/llama-8b@500
+      storectl map show hf.toml prod/llama-8b@500 --json
+    """
+    reader = _open(connection, rules, place, options)
+    leaves = [_document(reader, each) for each in reader.mapped.leaves]
+    if as_json:
+        print_json({"leaves": leaves, "dropped": list(reader.mapped.dropped)})
+    else:
+        LISTING.show(leaves, as_json=False)

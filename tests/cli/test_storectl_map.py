@@ -1,0 +1,95 @@
+"""``storectl map``: whether rules fit a checkpoint, and what they make of it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from tests.support.command_line import document, printed, refusal, table
+
+RULES = """
+version = 1
+
+[[rules]]
+from = "model/layers/{n:int}/w"
+to = "params/w"
+operations = [{transpose = [1, 0]}, {stack = {axis = 0, by = "n"}}]
+
+[[rules]]
+from = "model/embed"
+to = "params/embed"
+
+[[rules]]
+from = "step"
+drop = true
+"""
+
+
+@pytest.fixture(scope="module")
+def address(server_address: str) -> str:
+    """The address of a server with a model of three layers."""
+    layers = {str(n): {"w": np.ones((4, 6), np.float32)} for n in range(3)}
+    model = {"embed": np.zeros((8, 4), np.float32), "layers": layers}
+    with store.connect(server_address) as client:
+        client.run("mapped/tiny").save(20, {"model": model, "step": 20}).result()
+    return server_address
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> str:
+    """A file of rules that fit."""
+    (tmp_path / "rules.toml").write_text(RULES)
+    return str(tmp_path / "rules.toml")
+
+
+def test_rules_that_fit_are_counted(address: str, rules: str) -> None:
+    text = printed(address, "map", "check", rules, "mapped/tiny@latest")
+    found = document(address, "map", "check", rules, "mapped/tiny@20")
+
+    assert "mapped/tiny@20: 2 leaves of 5 leaves, 1 dropped\n" == text
+    assert {
+        "name": "mapped/tiny@20",
+        "source_leaf_count": 5,
+        "leaf_count": 2,
+        "dropped": ["step"],
+        "size_bytes": 4 * (3 * 24 + 32),
+    } == found
+
+
+def test_the_leaves_are_shown_with_what_they_are_made_of(
+    address: str, rules: str
+) -> None:
+    header, *rows = table(printed(address, "map", "show", rules, "mapped/tiny@20"))
+    found = document(address, "map", "show", rules, "mapped/tiny@20")
+
+    assert ["KEY", "ARRAY", "FROM", "OPERATIONS"] == header
+    assert ["params/embed", "float32[8,4]", "model/embed", "-"] == rows[0]
+    assert ["params/w", "float32[3,6,4]"] == rows[1][:2]
+    assert "model/layers/0/w and 2 more" in " ".join(rows[1])
+    assert ["step"] == found["dropped"]
+    assert {
+        "key": "params/w",
+        "shape": [3, 6, 4],
+        "dtype": "float32",
+        "from": [f"model/layers/{n}/w" for n in range(3)],
+        "rule": "rule 1",
+        "operations": ["transpose [1, 0]", 'stack {"axis": 0, "by": "n"}'],
+    } == found["leaves"][1]
+
+
+def test_rules_that_do_not_fit_are_refused_with_all_names(
+    address: str, rules: str
+) -> None:
+    Path(rules).write_text(RULES.replace('"step"', '"steps"'))
+
+    for command in ("check", "show"):
+        text = refusal(address, "map", command, rules, "mapped/tiny@20")
+        assert "rule 3 (steps): expected leaves that match" in text
+        assert "none for step" in text
+
+
+def test_a_file_that_is_no_document_is_refused(address: str, rules: str) -> None:
+    Path(rules).write_text("version = 1\n[[rules]\n")
+
+    assert "expected TOML" in refusal(address, "map", "check", rules, "mapped/tiny@20")

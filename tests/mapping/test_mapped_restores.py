@@ -1,0 +1,316 @@
+"""A restore with a mapping returns another tree, and reads what that is made of."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import storesvc_client as store
+from storesvc.format.dtypes import CHECKSUM_BYTES
+from storesvc_client._restore import mapped
+from storesvc_client._restore.open_tree import get_reader
+from storesvc_client._telemetry.progress import Meter
+from storesvc_client._values.arguments import NEVER
+from tests.mapping.drawn import DrawnMapping, plan
+from tests.support.leaf_bits import leaf_bytes
+
+LAYERS, WIDTH = 4, 64
+
+
+def values(*shape: int) -> jax.Array:
+    return jnp.asarray(
+        np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32
+    )
+
+
+def make_model() -> dict[str, Any]:
+    return {
+        "embed": values(100, WIDTH),
+        "layers": {
+            str(n): {
+                "q": values(WIDTH, WIDTH) + n,
+                "k": values(WIDTH // 2, WIDTH) + n,
+                "v": values(WIDTH // 2, WIDTH) - n,
+                "norm": values(WIDTH) * n,
+            }
+            for n in range(LAYERS)
+        },
+    }
+
+
+RULES: dict[str, Any] = {
+    "version": 1,
+    "otherwise": "keep",
+    "rules": [
+        {"from": "model/embed", "to": ["params/embed", "params/head"]},
+        {
+            "from": [f"model/layers/{{n:int}}/{name}" for name in "qkv"],
+            "to": "params/qkv",
+            "operations": [
+                {"transpose": [1, 0]},
+                {"concatenate": {"axis": 1}},
+                {"stack": {"axis": 0, "by": "n"}},
+            ],
+        },
+        {"from": "model/layers/{n:int}/norm", "to": "params/layer_{n}/scale"},
+        {
+            "default": {"shape": [8, 3], "dtype": "bfloat16", "value": 1.5},
+            "to": "params/new",
+        },
+    ],
+}
+
+
+def join_projections(model: dict[str, Any]) -> Any:
+    layers = [model["layers"][str(n)] for n in range(LAYERS)]
+    return np.stack([np.concatenate([x[k].T for k in "qkv"], 1) for x in layers])
+
+
+@pytest.fixture
+def embedded(tmp_path: Path) -> Iterator[store.Run]:
+    """A run of a store in this process."""
+    with store.connect(f"file://{tmp_path}/store") as client:
+        yield client.run("prod/model")
+
+
+def make_mesh() -> Mesh:
+    return jax.make_mesh((2, 4), ("a", "b"))
+
+
+def test_a_restore_returns_the_tree_of_the_rules(run: store.Run) -> None:
+    model = make_model()
+    key = jax.random.key(3)
+    run.save(5, {"model": model, "step": 5, "key": key, "note": "x"}).result()
+
+    back = run.restore(5, mapping=RULES)
+
+    assert {"params", "step", "key", "note"} == back.keys()
+    assert (5, "x") == (back["step"], back["note"])
+    assert leaf_bytes(key) == leaf_bytes(back["key"])
+    params = back["params"]
+    np.testing.assert_array_equal(join_projections(model), params["qkv"])
+    np.testing.assert_array_equal(model["embed"], params["embed"])
+    np.testing.assert_array_equal(model["embed"], params["head"])
+    np.testing.assert_array_equal(
+        model["layers"]["2"]["norm"], params["layer_2"]["scale"]
+    )
+    assert params["new"].dtype == jnp.bfloat16
+    assert 1.5 == float(params["new"][7, 2])
+
+
+def test_it_is_restored_like_a_state_onto_eight_devices(embedded: store.Run) -> None:
+    model = make_model()
+    embedded.save(5, {"model": model}).result()
+    opened = embedded.open(5).map(RULES)
+
+    back = opened.restore(
+        mesh=make_mesh(),
+        rules=[("qkv", P("a", None, "b")), ("embed|head", P(None, "b")), ("", P())],
+    )
+    again = embedded.restore(5, like=back, mapping=RULES)
+
+    for found in back, again:
+        assert 8 == len(found["params"]["qkv"].sharding.device_set)
+        np.testing.assert_array_equal(join_projections(model), found["params"]["qkv"])
+        np.testing.assert_array_equal(model["embed"], found["params"]["head"])
+    assert back["params"]["qkv"].sharding == again["params"]["qkv"].sharding
+
+
+@pytest.mark.parametrize("spec", [P(), P("b"), P(None, "b"), P(None, None, ("a", "b"))])
+def test_each_stored_chunk_is_read_once(embedded: store.Run, spec: P) -> None:
+    model = make_model()
+    embedded.save(5, {"model": model}).result()
+    opened = embedded.open(5)
+
+    mapping = opened.map(RULES)
+    mapping.restore(mesh=make_mesh(), rules=[("qkv", spec), ("", P())])
+
+    assert mapping.report is not None
+    stored = opened.info.stored_bytes
+    # the leaf that two are made of is read for each
+    twice = model["embed"].nbytes + CHECKSUM_BYTES
+    assert stored + twice == mapping.report.read_bytes
+
+
+def test_a_part_reads_only_what_it_is_made_of(embedded: store.Run) -> None:
+    embedded.save(5, {"model": make_model()}).result()
+    mapping = embedded.open(5).map(RULES)
+
+    back = mapping.restore(select="params/layer_1/scale")
+
+    assert mapping.report is not None
+    assert 4 * WIDTH + CHECKSUM_BYTES == mapping.report.read_bytes
+    assert ["layer_1"] == [*back["params"]]
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("b", "a")], ids=str)
+@pytest.mark.parametrize("name", ["split", "unstacked", "transposed"])
+def test_large_leaves_are_read_in_batches_with_few_extra_bytes(
+    embedded: store.Run, monkeypatch: pytest.MonkeyPatch, spec: P, name: str
+) -> None:
+    """Bars: memory of one batch, and stored bytes read for each byte returned."""
+    rules = {
+        "split": {
+            "from": "w",
+            "to": ["x/q", "x/k", "x/v"],
+            "operations": [{"split": {"axis": 1, "sizes": [1024, 256, 256]}}],
+        },
+        "unstacked": {
+            "from": "w",
+            "to": "x/{n}",
+            "operations": [
+                {"reshape": [4, 2048, 1536]},
+                {"unstack": {"axis": 0, "by": "n"}},
+            ],
+        },
+        "transposed": {"from": "w", "to": "x/w", "operations": [{"transpose": [1, 0]}]},
+    }[name]
+    saved = np.arange(8192 * 1536, dtype=np.float32).reshape(8192, 1536)  # 48 MiB
+    embedded.save(5, {"w": jnp.asarray(saved)}).result()
+    monkeypatch.setattr(mapped, "BATCH_BYTES", 16 << 20)
+    opened = embedded.open(5)
+    mapping = opened.map({"version": 1, "rules": [rules]})
+
+    back = mapping.restore(mesh=make_mesh(), rules=[("", spec)])["x"]
+
+    if name == "split":
+        found = np.concatenate([back["q"], back["k"], back["v"]], 1)
+    elif name == "unstacked":
+        found = np.concatenate([back[str(n)] for n in range(4)])
+    else:
+        found = np.asarray(back["w"]).T
+    np.testing.assert_array_equal(saved, found)
+    assert mapping.report is not None
+    assert mapping.report.read_bytes <= 1.05 * saved.nbytes
+    assert saved.nbytes == mapping.report.returned_bytes
+
+
+def test_a_renamed_leaf_is_returned_in_the_buffer_that_it_was_read_into(
+    embedded: store.Run,
+) -> None:
+    embedded.save(5, {"a": values(64, 64)}).result()
+    rules = {"version": 1, "rules": [{"from": "a", "to": "b"}]}
+    reader = mapped.MappedReader(get_reader(embedded.open(5)), rules)
+    taken = list[Any]()
+
+    assembly = reader.plan_reads(
+        [(0, [((0, 64), (0, 64))])],
+        taken.append,
+        Meter("restore", "x"),
+        NEVER,
+    )
+
+    assert [] == assembly.missing  # nothing is built
+    reader.open_source().read([], assembly)
+    assert [0] == [buffer.row for buffer in taken]
+
+
+def test_leaves_are_read_and_described_as_the_rules_show_them(
+    embedded: store.Run,
+) -> None:
+    model = make_model()
+    embedded.save(5, {"model": model}, items={"config": {"x": 1}}).result()
+
+    opened = embedded.open(5).map(RULES)
+
+    assert (LAYERS, WIDTH, 2 * WIDTH) == opened.leaves["params/qkv"].shape
+    assert {"x": 1} == opened.items["config"]
+    ((_, found),) = opened.read(["params/qkv"])
+    np.testing.assert_array_equal(join_projections(model), found)
+    assert opened.statistics("params/qkv").count == found.size
+
+
+def test_rules_may_be_a_file(embedded: store.Run, tmp_path: Path) -> None:
+    embedded.save(5, {"w": values(3)}).result()
+    toml, of_json = tmp_path / "r.toml", tmp_path / "r.json"
+    toml.write_text('version = 1\n[[rules]]\nfrom = "w"\nto = "v"\n')
+    of_json.write_text(json.dumps({"version": 1, "rules": [{"from": "w", "to": "v"}]}))
+
+    paths: list[Any] = [str(toml), of_json]
+    for path in paths:
+        assert ["v"] == [*embedded.restore(5, mapping=path)]
+    rejected: list[tuple[Any, str]] = [
+        (tmp_path / "r.yaml", "ends in .toml or .json"),
+        (tmp_path / "none.toml", "No such file"),
+        (3, "expected a file or a document of rules"),
+    ]
+    for path, expected in rejected:
+        with pytest.raises(store.InvalidRequestError, match=expected):
+            embedded.restore(5, mapping=path)
+
+
+def test_rules_that_do_not_fit_read_no_leaf(embedded: store.Run) -> None:
+    embedded.save(5, {"w": values(3), "x": values(2)}).result()
+    rules = {"version": 1, "rules": [{"from": "w", "to": "v"}]}
+
+    with pytest.raises(store.MismatchError, match="none for x; "):
+        embedded.restore(5, mapping=rules)
+    fits = rules | {"otherwise": "drop"}
+    with pytest.raises(store.MismatchError, match="leaf 'v': in the checkpoint"):
+        embedded.restore(5, mapping=fits, like={"y": values(3)})
+    with pytest.raises(store.InvalidRequestError, match="expected one mapping"):
+        embedded.open(5).map(fits).map(fits)
+
+
+def test_damage_names_the_stored_leaf(embedded: store.Run, tmp_path: Path) -> None:
+    embedded.save(5, {"w": values(300, 300)}).result()
+    rule = {"from": "w", "to": "v", "operations": [{"transpose": [1, 0]}]}
+    files = (path for path in (tmp_path / "store/data").rglob("*") if path.is_file())
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+    with pytest.raises(store.DataLossError, match="leaf 'w' chunk 0"):
+        embedded.restore(5, mapping={"version": 1, "rules": [rule]})
+
+
+def test_a_checkpoint_of_another_project_is_mapped_in_place(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    weights = {f"model.layers.{n}.w": np.asarray(values(8, 4) + n) for n in range(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    rule = {
+        "from": "model/layers/{n:int}/w",
+        "to": "w",
+        "operations": [{"transpose": [1, 0]}, {"stack": {"axis": 0, "by": "n"}}],
+    }
+
+    opened = store.open_foreign(f"safetensors:{tmp_path}").open()
+    mapping = opened.map({"version": 1, "rules": [rule]})
+    back = mapping.restore()
+
+    wanted = np.stack([each.T for _, each in sorted(weights.items())])
+    np.testing.assert_array_equal(wanted, back["w"])
+    assert mapping.report is not None
+    assert wanted.nbytes + 3 * CHECKSUM_BYTES == mapping.report.read_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_rules_restore_what_numpy_makes(run: store.Run, seed: int) -> None:
+    drawn = DrawnMapping(Random(seed))
+    plan(drawn.rules, drawn.arrays)
+    tree: dict[str, Any] = {}
+    for key, array in drawn.arrays.items():
+        *above, name = key.split("/")
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[name] = array
+    run.save(seed, tree).result()
+    mapping = run.open(seed).map({"version": 1, "rules": drawn.rules})
+
+    found = {leaf.key: array for leaf, array in mapping.read(mapping.leaves)}
+
+    assert drawn.wanted.keys() == found.keys()
+    for key, array in drawn.wanted.items():
+        np.testing.assert_array_equal(array, found[key])

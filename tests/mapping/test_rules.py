@@ -1,0 +1,245 @@
+"""Documents of rules: what is accepted, and errors that name the place."""
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc_client._mapping.planning import plan_mapping
+from storesvc_client._mapping.rules import MAX_RULES, Rules, check_rules, parse_rules
+from storesvc_client._mapping.templates import Template
+from tests.mapping.drawn import describe_tree, plan
+
+W = np.zeros((4, 6), np.float32)
+
+
+def document(*rules: Any, **more: Any) -> dict[str, Any]:
+    return {"version": 1, "rules": [*rules], **more}
+
+
+def parse(value: object) -> Rules:
+    return parse_rules(json.dumps(value).encode(), name="r.json", is_toml=False)
+
+
+def test_a_document_is_toml_or_json() -> None:
+    text = b"""
+        version = 1
+        otherwise = "keep"
+        [[rules]]
+        from = ["a/{n:int}/q", "a/{n:int}/k"]
+        to = "b/qk"
+        operations = [{concatenate = {axis = 0}}, {stack = {axis = 0, by = "n"}}]
+        [[rules]]
+        from = "c/{rest*}"
+        drop = true
+    """
+    rules = parse_rules(text, name="r.toml", is_toml=True)
+
+    assert rules.rules == parse(rules.document).rules
+    assert "keep" == rules.otherwise
+    assert ["concatenate", "stack"] == [each.name for each in rules.rules[0].operations]
+
+
+OPERATION = {"from": "a", "to": "b"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([], r"r.json: expected a table, got \[\]"),
+        ({}, "expected version = 1, got None"),
+        ({"version": 2}, "expected version = 1, got 2"),
+        ({"version": 1, "rule": []}, "otherwise, rules, version, got 'rule'"),
+        ({"version": 1, "rules": {}}, "rules: expected a list of at most 100000"),
+        (document(otherwise="guess"), "one of error, keep, drop, got 'guess'"),
+        (document(3), "rule 1: expected a table, got 3"),
+        (document({"to": "a"}), "rule 1: expected from, or default .*, got neither"),
+        (document({"from": "a"}), "expected to, or drop = true, got neither"),
+        (document({"from": "a", "to": "b", "drop": True}), "drop = true, got both"),
+        (document({"from": [], "to": "b"}), "from: expected at least one key"),
+        (document({"from": [1], "to": "b"}), "from: expected keys, got 1"),
+        (document({"from": "a", "to": 3}), "to: expected a list"),
+        (document(OPERATION | {"why": 1}), "rule 1: expected the fields .*, got 'why'"),
+        (document(OPERATION | {"optional": 1}), "expected true or false, got 1"),
+        (document(OPERATION | {"operations": [{}]}), "tables of one operation"),
+        (document(OPERATION | {"operations": [{"x": 1}]}), "one of transpose, .*'x'"),
+        (
+            document(OPERATION | {"operations": [{"slice": {"axis": 0}}]}),
+            "slice: expected the fields axis, start, stop, got no start",
+        ),
+        (
+            document(OPERATION | {"operations": [{"reshape": [1.5]}]}),
+            r"rule 1: reshape: expected a list of integers, got \[1.5\]",
+        ),
+        (
+            document(OPERATION | {"operations": [{"reshape": [10**30]}]}),
+            "expected a list of integers",
+        ),
+        (document(OPERATION | {"operations": [{"cast": "f99"}]}), "expected a dtype"),
+        (
+            document({"default": {"shape": [2], "dtype": "int8"}, "to": "x"}),
+            "default: expected the fields dtype, shape, value, got no value",
+        ),
+        (document({"from": "a/{x", "to": "b"}), r"expected \{name\}, .* got '\{x'"),
+        (document({"from": "a/{x}/{x}", "to": "b"}), "each placeholder once"),
+        (document({"from": "{a*}/{b*}", "to": "c"}), "at most one placeholder with a"),
+        (
+            document({"from": "{a}{b}/x", "to": "c"}),
+            r"expected '/' or '.' behind \{a\}",
+        ),
+        (document({"from": "{a}_x", "to": "c"}), r"behind \{a\}, got '_'"),
+        (document({"from": "{a:int}1", "to": "c"}), "text that is no digit behind"),
+        (document({"from": "x/{a}", "to": "c"}), r"expected the placeholders \{a\} in"),
+        (document({"from": "x/{a}", "to": "c/{b}"}), r"placeholders \{a\} in to"),
+        (document({"from": "x", "to": "c/{b}"}), r"placeholders \(none\) in to"),
+        (
+            document({"from": ["x/{a}", "y"], "to": "c"}),
+            "the same placeholders in each",
+        ),
+        (
+            document({"from": ["x", "y", "z"], "to": ["a", "b"]}),
+            "expected 3 keys in to, one for each array, got 2",
+        ),
+        (
+            document(OPERATION | {"operations": [{"stack": {"axis": 0, "by": "n"}}]}),
+            "stack: expected by = the name of a placeholder",
+        ),
+        (
+            document(OPERATION | {"operations": [{"concatenate": {"axis": 0}}]}),
+            "concatenate: expected several keys in from, got one",
+        ),
+    ],
+    ids=str,
+)
+def test_a_document_that_is_none_is_rejected_at_its_place(
+    value: object, expected: str
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match=expected):
+        parse(value)
+
+
+def test_a_value_that_the_dtype_lacks_is_rejected() -> None:
+    rule = {"default": {"shape": [2], "dtype": "int8", "value": 300}, "to": "x"}
+
+    with pytest.raises(store.MismatchError, match="a value that int8 has, got 300"):
+        plan([rule], {})
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "values"),
+    [
+        ("a/{n:int}/w", "a/12/w", {"n": 12}),
+        ("a/{n:int}/w", "a/012/w", None),
+        ("a/{n}/w", "a/x/y/w", None),
+        ("a.{n}.w", "a.b.w", {"n": "b"}),
+        ("{rest*}/{n:int}.{name}", "x/1.y/2.w", {"rest": "x/1.y", "n": 2, "name": "w"}),
+        ("{rest*}/w", "w", None),
+        ("{{{x}}}/w", "{a}/w", None),
+        ("{{{x}/w", "{a/w", {"x": "a"}),
+        ("", "", {}),
+    ],
+)
+def test_a_template_matches_in_one_way_and_makes_the_key_again(
+    text: str, key: str, values: dict[str, Any] | None
+) -> None:
+    template = Template.parse(text)
+
+    assert values == template.match(key)
+    assert text == str(template)
+    if values is not None:
+        assert key == template.fill(values)
+
+
+HOSTILE: dict[str, bytes] = {
+    "deep JSON": b"[" * 200_000,
+    "deep table": b'{"a":' * 200_000,
+    "no text": b"\xff\xfe",
+    "large number": b"9" * 10_000,
+    "too large": b" " * ((16 << 20) + 1),
+}
+
+
+@pytest.mark.parametrize("is_toml", [False, True], ids=["json", "toml"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_document_is_rejected_soon(name: str, *, is_toml: bool) -> None:
+    since = time.monotonic()
+
+    with pytest.raises(store.InvalidRequestError, match="expected"):
+        parse_rules(HOSTILE[name], name="rules", is_toml=is_toml)
+
+    assert time.monotonic() - since < 20
+
+
+def test_a_document_that_is_nested_too_deeply_is_rejected() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+
+    with pytest.raises(store.InvalidRequestError, match="expected"):
+        check_rules(document({"from": nested, "to": "x"}), name="rules")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 1_000_000, "{a*}" * 1_000, "{a}/" * 1_000, "{" * 3_999, "{{" * 3_000],
+    ids=["long", "rests", "places", "open", "braces"],
+)
+def test_a_hostile_key_is_rejected(text: str) -> None:
+    with pytest.raises(store.InvalidRequestError) as caught:
+        parse(document({"from": text, "to": "x"}))
+
+    assert len(str(caught.value)) < 10_000
+
+
+def test_a_key_of_many_separators_is_matched_in_linear_time() -> None:
+    places = "".join(f"/{{p{n}}}" for n in range(15))
+    template = Template.parse("{rest*}" + places + "/w")
+    template.check_source()
+    since = time.monotonic()
+
+    for _ in range(100):
+        assert template.match("a/" * 2_000 + "x") is None
+        assert template.match("a/" * 2_000 + "w") is not None
+
+    assert time.monotonic() - since < 10
+
+
+def test_as_many_rules_as_leaves_take_no_quadratic_time() -> None:
+    count = 4_000  # with a comparison of each with each, 16 million
+    arrays = {f"l{n}/w": W for n in range(count)}
+    rules = [{"from": f"l{n}/{{x}}", "to": f"m{n}/{{x}}"} for n in range(count)]
+
+    assert count == len(plan(rules, arrays).leaves)
+
+
+@pytest.mark.slow
+def test_the_most_rules_on_as_many_leaves_are_planned() -> None:
+    arrays = {f"l{n}/w": W for n in range(MAX_RULES)}
+    rules = [{"from": f"l{n}/w", "to": f"m{n}/w"} for n in range(MAX_RULES)]
+
+    assert MAX_RULES == len(plan(rules, arrays).leaves)
+    with pytest.raises(store.InvalidRequestError, match="at most 100000, got 100001"):
+        check_rules(document(*rules, rules[0]), name="rules")
+
+
+@pytest.mark.slow
+def test_rules_that_need_too_many_comparisons_are_rejected() -> None:
+    arrays = {f"l{n}": W for n in range(5_000)}
+    rules = [{"from": f"{{x}}.{n}", "to": f"m{n}.{{x}}"} for n in range(5_000)]
+    checked = check_rules(document(*rules), name="rules")
+    tree = describe_tree(arrays)
+
+    with pytest.raises(store.InvalidRequestError, match="at most 20,000,000 compar"):
+        plan_mapping(checked, tree, name="source")
+
+
+def test_an_axis_of_too_many_parts_is_rejected() -> None:
+    unstack = {"unstack": {"axis": 0, "by": "n"}}
+    pad = {"pad": {"axis": 0, "size": 2**40, "value": 0}}
+    rule = {"from": "w", "to": "x/{n}", "operations": [pad, unstack]}
+
+    with pytest.raises(store.MismatchError, match="at most 1000000 parts"):
+        plan([rule], {"w": W})

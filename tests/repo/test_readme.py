@@ -12,8 +12,8 @@ Each block runs by itself:
   what ``NEEDS`` lists; its programs, targets, extras and options exist in any case;
 - a ``py`` block needs another environment: it compiles, and what it takes from storesvc
   exists;
-- ``toml`` is a policy, ``json`` are rules of renames, and ``diff`` leads from a program
-  to one that runs;
+- ``toml`` is a policy or a mapping, ``json`` are rules of renames, and ``diff`` leads
+  from a program to one that runs;
 - ``text`` is output, or drawn.
 
 docs/tutorial.md is executed as a whole, by tests/repo/test_tutorial.py.
@@ -47,6 +47,7 @@ from benchmarks.speed.works import WORKS
 from storesvc.auth.policy import ROLES, Permission
 from storesvc.auth.policy_file import parse as parse_policy_file
 from storesvc_client._export.elements import parse_table
+from storesvc_client._mapping.rules import parse_rules
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
 from tests.support.document_blocks import (
@@ -80,6 +81,7 @@ NEEDS = {
     r"-s ckpt\.example|-c lab": "another machine",
     r"--rename llama_hf": "a Llama; tests/export/test_renames.py has some",
     r"^storectl doctor": "places that it writes to; tests/doctor has some",
+    r"^storectl map": "a file of rules; tests/cli/test_storectl_map.py has one",
     r"^storectl import": "checkpoints of another project; docs/migration.md has them",
 }
 """Lines of ``sh`` blocks that are not run, and what they need that a test lacks."""
@@ -193,7 +195,11 @@ def test_the_figures_of_speed_are_in_the_tables_of_the_benchmarks() -> None:
 
 
 @each_block("toml")
-def test_a_policy_of_a_document_is_valid(block: Block) -> None:
+def test_a_policy_or_a_mapping_of_a_document_is_valid(block: Block) -> None:
+    if "[[rules]]" in block.text:
+        rules = parse_rules(block.text.encode(), name=str(block), is_toml=True)
+        assert rules.rules
+        return
     found = parse_policy_file(block.text)
 
     assert found.policy.bindings or found.lending

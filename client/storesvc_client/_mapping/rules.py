@@ -11,9 +11,9 @@
     operations = [{transpose = [1, 0]}, {stack = {axis = 0, by = "n"}}]
 
 A rule takes the leaves whose keys match ``from``, one template or a list of them, and
-makes those of ``to``. ``drop = true`` in place of ``to`` leaves them out; ``default``
-in place of ``from`` makes a leaf of one value. ``otherwise`` says what becomes of
-leaves that no rule takes: "error", "keep" or "drop".
+makes the leaves of ``to``. ``drop = true`` in place of ``to`` leaves them out;
+``default`` in place of ``from`` makes a leaf of one value. ``otherwise`` says what
+becomes of leaves that no rule takes: "error", "keep" or "drop".
 
 The operations apply in their order to each array of a list, until one joins or divides
 them. Several keys in ``to`` get the parts of a split, or else the same array each.
@@ -132,7 +132,7 @@ class Rule:
     default: Mapping[str, Any] | None = None
     """Arguments of an array of one value; None if it is made of leaves."""
     is_optional: bool = False
-    """Whether it may match no leaf."""
+    """True if it may match no leaf."""
 
     def __str__(self) -> str:
         names = ", ".join(map(str, self.sources or self.targets))

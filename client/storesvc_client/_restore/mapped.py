@@ -96,7 +96,7 @@ class MappedReader(TreeReader):
         self.inner = inner
         """The reader of the stored tree."""
         self.mapped = mapping
-        """What each leaf is made of."""
+        """The tree, and the sources of each leaf."""
 
     @property
     def name(self) -> str:
@@ -154,8 +154,8 @@ class MappedReader(TreeReader):
 
 
 class MappedAssembly(Assembly):
-    """The buffers of leaves that are built; and ``stored``, those of leaves that are
-    read as they are stored."""
+    """The buffers of leaves that are built; and ``stored``, the buffers of leaves that
+    are read as they are stored."""
 
     def __init__(
         self,

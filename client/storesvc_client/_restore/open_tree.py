@@ -379,8 +379,8 @@ class OpenTree:
     def map(self, mapping: MappingRules) -> "OpenTree":
         """Returns the checkpoint as a mapping shows it; reads no leaf.
 
-        Its leaves are those that the rules make, and all methods read what these need.
-        Items are those of the checkpoint; there is no document.
+        It has the leaves that the rules make, and all methods read what these need. It
+        has the items of the checkpoint, and no document.
 
         >>> rules = {"version": 1, "rules": [
         ...     {"from": "params/{name*}", "to": "model/{name}"}

@@ -62,8 +62,8 @@ def test_handles_show_no_internals(run: store.Run) -> None:
     methods = {"done", "exception", "rehearsal", "report", "result", "step"}
     assert methods == visible(save)
     methods = {
-        *("document", "export", "info", "items", "leaves", "name", "pictures", "read"),
-        *("report", "restore", "statistics"),
+        *("document", "export", "info", "items", "leaves", "map", "name", "pictures"),
+        *("read", "report", "restore", "statistics"),
     }
     assert methods == visible(opened)
     assert {"chunks", "layers", "sharding", "treemap"} == visible(opened.pictures)

@@ -1,5 +1,6 @@
 """``storectl map``: whether rules fit a checkpoint, and what they make of it."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +94,25 @@ def test_a_file_that_is_no_document_is_refused(address: str, rules: str) -> None
     Path(rules).write_text("version = 1\n[[rules]\n")
 
     assert "expected TOML" in refusal(address, "map", "check", rules, "mapped/tiny@20")
+
+
+def test_the_way_back_is_printed_as_a_document_of_rules(
+    address: str, rules: str
+) -> None:
+    text = RULES.replace('"step"\ndrop = true', '"step"\nto = "number"')
+    Path(rules).write_text(text)
+    back = json.loads(printed(address, "map", "invert", rules, "mapped/tiny@20"))
+    Path(rules).write_text(RULES)
+
+    with store.connect(address) as client:
+        Path(rules).with_name("all.toml").write_text(text)
+        run = client.run("mapped/tiny")
+        params = run.restore(20, mapping=Path(rules).with_name("all.toml"))
+        client.run("mapped/again").save(20, params).result()
+        found = client.run("mapped/again").restore(20, mapping=back)
+
+    assert 20 == found["step"]
+    assert (4, 6) == found["model"]["layers"]["2"]["w"].shape
+    assert "leaves out 'step'" in refusal(
+        address, "map", "invert", rules, "mapped/tiny@20"
+    )

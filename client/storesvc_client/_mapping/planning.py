@@ -82,6 +82,9 @@ class MappedTree:
     """Its leaves, in the order of their keys."""
     dropped: tuple[str, ...]
     """Keys of the leaves that are left out."""
+    steps: Mapping[str, Sequence[Streams]] = field(repr=False)
+    """The streams of each rule by its place: those that it begins with, and those after
+    each of its operations."""
     tree: Tree = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -112,6 +115,7 @@ class _Planner:
         self._problems: list[str] = []
         self._made: dict[str, MappedLeaf] = {}
         """Leaves of the target by key."""
+        self._steps: dict[str, list[Streams]] = {}
 
     def plan(self) -> MappedTree:
         found, unmatched = self._match_leaves()
@@ -148,7 +152,9 @@ class _Planner:
                 f"{'; '.join(self._problems[:SHOWN])}{more}",
                 metadata={"problems": str(len(self._problems))},
             )
-        return MappedTree(self._rules.name, tuple(leaves), tuple(sorted(dropped)))
+        return MappedTree(
+            self._rules.name, tuple(leaves), tuple(sorted(dropped)), self._steps
+        )
 
     def _take(self, row: int) -> Source:
         leaf = self._leaves[row]
@@ -211,11 +217,13 @@ class _Planner:
     def _apply(self, rule: Rule, rows: Sequence[Mapping[Binding, int]]) -> None:
         before = len(self._problems)
         streams = self._begin(rule, rows)
+        steps = self._steps.setdefault(rule.place, [streams])
         for operation in rule.operations:
             if len(self._problems) > before:  # what follows would be misleading
                 return
             try:
                 streams = _operate(operation, streams)
+                steps.append(streams)
             except ValueError as e:
                 self._problems.append(f"{rule}: {e}")
         if len(self._problems) > before:

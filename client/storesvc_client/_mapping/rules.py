@@ -261,7 +261,7 @@ def _check_names(rule: Rule) -> None:
             )
     width = max(1, len(rule.sources))
     for operation in rule.operations:
-        width = _follow(operation, known, width)
+        width = follow(operation, known, width)
     for each in rule.targets:
         if each.kinds.keys() != known.keys() or any(
             kind and kind != known[name] for name, kind in each.kinds.items()
@@ -278,7 +278,7 @@ def _check_names(rule: Rule) -> None:
         )
 
 
-def _follow(operation: Operation, known: dict[str, str], width: int) -> int:
+def follow(operation: Operation, known: dict[str, str], width: int) -> int:
     """Returns how many arrays there are after an operation; changes the placeholders
     as it does."""
     match operation.name, operation.arguments:

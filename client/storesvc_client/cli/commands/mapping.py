@@ -27,7 +27,7 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.group("map")
 def map_() -> None:
-    """Check the rules of a mapping, or show the tree that they make.
+    """Check the rules of a mapping, show the tree they make, or invert them.
 
     Rules are a TOML or JSON file. With them a checkpoint is restored as another tree:
     other names, layers stacked or apart, projections joined or divided.
@@ -36,6 +36,7 @@ def map_() -> None:
     Examples:
       storectl map check hf.toml prod/llama-8b@latest
       storectl map show hf.toml prod/llama-8b@500
+      storectl map invert hf.toml prod/llama-8b@500 > back.json
     """
 
 
@@ -133,6 +134,37 @@ def check_rules(
     before = count_text(source.tree.tree_count, "leaf")
     text = f"{source.name}: {count_text(made, 'leaf')} of {before}, {dropped:,} dropped"
     print_result(document, text, as_json=as_json)
+
+
+@map_.command("invert")
+@click.argument("rules", type=_FILE, metavar="RULES")
+@path_argument("place", readable_place, metavar="RUN@STEP")
+@foreign_options
+@pass_connection
+def invert_rules(
+    connection: Connection,
+    *,
+    rules: Path,
+    place: tuple[StorePart, CheckpointPath],
+    options: ForeignOptions,
+) -> None:
+    """Print the rules of the way back, as JSON; no leaf is read.
+
+    They make the checkpoint again from the tree that the rules make of it, bit by bit;
+    only a cast may change the payload of a NaN. Rules that leave something out have no
+    way back, nor have several leaves that are made of one.
+
+    \b
+    Examples:
+      storectl map invert hf.toml prod/llama-8b@500 > back.json
+
+    Exit code 1: there is no way back, for the reason on stderr.
+    """
+    from storesvc_client._mapping.inverses import invert_rules as invert
+    from storesvc_client._restore.mapped import load_rules
+
+    reader = _open(connection, rules, place, options)
+    print_json(invert(load_rules(rules), reader.mapped, reader.inner.tree))
 
 
 @map_.command("show")

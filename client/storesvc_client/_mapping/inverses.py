@@ -1,0 +1,188 @@
+"""The way back: rules that make the source of a mapping from its target.
+
+The inverse of a rule has its keys exchanged, and the inverses of its operations in the
+opposite order. What the target does not contain has none: leaves and elements that
+were left out, digits that a cast removed, and which of several equal leaves is meant.
+
+The inverse is planned on the target before it is returned, and makes each leaf of the
+source; so both together return every bit, except that a cast may change the payload of
+a NaN.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from storesvc.format.dtypes import DTYPES
+from storesvc.format.trees import Tree
+from storesvc_client._mapping.expressions import Expression
+from storesvc_client._mapping.planning import MappedTree, Streams, plan_mapping
+from storesvc_client._mapping.rules import (
+    VERSION,
+    Document,
+    Rule,
+    Rules,
+    check_rules,
+    follow,
+)
+from storesvc_client._mapping.templates import Placeholder, Template
+from storesvc_client.errors import InvalidRequestError, MismatchError
+
+
+def invert_rules(rules: Rules, mapped: MappedTree, source: Tree) -> Document:
+    """Returns a document of rules that make the source again.
+
+    Args:
+        rules: The rules.
+        mapped: The target that they make.
+        source: The source.
+
+    Raises:
+        InvalidRequestError: A rule has no inverse; the message says why.
+    """
+    if mapped.dropped:
+        raise InvalidRequestError(
+            f"{rules.name} has no inverse: it leaves out {mapped.dropped[0]!r}; keep "
+            "all leaves"
+        )
+    inverse = list[dict[str, Any]]()
+    for rule in rules.rules:
+        steps = mapped.steps.get(rule.place)  # none of an optional rule without leaves
+        try:
+            inverse += [] if steps is None else [_invert_rule(rule, steps)]
+        except ValueError as e:
+            raise InvalidRequestError(
+                f"{rules.name}: {rule} has no inverse: {e}"
+            ) from e
+    document = {"version": VERSION, "otherwise": rules.otherwise, "rules": inverse}
+    checked = check_rules(document, name=f"the inverse of {rules.name}")
+    try:
+        back = plan_mapping(checked, mapped.tree, name="its target")
+    except MismatchError as e:
+        raise InvalidRequestError(f"{rules.name} has no inverse: {e}") from e
+    wanted, found = (
+        {(leaf.key, leaf.shape, leaf.dtype) for leaf in tree.leaves[: tree.tree_count]}
+        for tree in (source, back.tree)
+    )
+    if wanted != found:  # a rule takes a leaf that was kept
+        key = min(wanted ^ found)[0]
+        raise InvalidRequestError(
+            f"{rules.name} has no inverse: the way back makes other leaves, such as "
+            f"{key!r}; give the leaves that are kept keys that no rule makes"
+        )
+    return document
+
+
+def _invert_rule(rule: Rule, steps: Sequence[Streams]) -> dict[str, Any]:
+    if rule.default is not None:
+        return {"from": [str(each) for each in rule.targets], "drop": True}
+    known = dict(rule.sources[0].kinds)
+    width = len(rule.sources)
+    for operation in rule.operations:
+        width = follow(operation, known, width)
+    if width < len(rule.targets):
+        raise ValueError("it makes several leaves of one, which may differ later")
+    operations = [
+        inverse
+        for operation, before in zip(rule.operations, steps, strict=False)
+        for inverse in _INVERSES[operation.name](operation.arguments, before)
+    ]
+    targets = [
+        Template(
+            tuple(
+                Placeholder(part.name, known[part.name])
+                if isinstance(part, Placeholder)
+                else part
+                for part in each.parts
+            )
+        )
+        for each in rule.targets
+    ]
+    return {
+        "from": [str(each) for each in targets],
+        "to": [str(each) for each in rule.sources],
+        "operations": operations[::-1],
+    }
+
+
+def _agree(streams: Streams, find: Callable[[Expression], Any], what: str) -> Any:
+    """Returns what all arrays have in common.
+
+    Raises:
+        ValueError: They differ.
+    """
+    values = {find(each) for arrays in streams.values() for each in arrays}
+    if len(values) != 1:
+        raise ValueError(
+            f"it takes arrays of several {what}; write a rule for each of them"
+        )
+    return values.pop()
+
+
+Inverse: TypeAlias = Callable[[Mapping[str, Any], Streams], Iterator[dict[str, Any]]]
+
+
+def _transpose(given: Mapping[str, Any], _: Streams) -> Iterator[dict[str, Any]]:
+    yield {"transpose": np.argsort(given[""]).tolist()}
+
+
+def _reshape(_: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
+    yield {"reshape": list(_agree(before, lambda each: each.shape, "shapes"))}
+
+
+def _cast(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
+    dtype = _agree(before, lambda each: each.dtype, "dtypes")
+    # NumPy takes casts between the small dtypes for safe
+    is_wide = given[""] in ("float32", "float64")
+    if not (is_wide and np.can_cast(DTYPES[dtype], DTYPES[given[""]], "safe")):
+        raise ValueError(f"a cast from {dtype} to {given['']} loses digits")
+    yield {"cast": dtype}
+
+
+def _slice(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
+    axis = given["axis"]
+    size = _agree(before, lambda each: each.shape[axis], "sizes")
+    if (given["start"], given["stop"]) != (0, size):
+        raise ValueError("slice leaves out elements")
+    yield from ()
+
+
+def _pad(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
+    axis = given["axis"]
+    size = _agree(before, lambda each: each.shape[axis], "sizes")
+    yield {"slice": {"axis": axis, "start": 0, "stop": size}}
+
+
+def _concatenate(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
+    axis = given["axis"]
+    sizes = {tuple(each.shape[axis] for each in arrays) for arrays in before.values()}
+    if len(sizes) != 1:
+        raise ValueError("it takes arrays of several sizes; write a rule for each")
+    yield {"split": {"axis": axis, "sizes": list(*sizes)}}
+
+
+def _repeat(given: Mapping[str, Any], _: Streams) -> Iterator[dict[str, Any]]:
+    if given["times"] != 1:
+        raise ValueError("repeat makes several elements of one, which may differ later")
+    yield from ()
+
+
+def _permute_heads(given: Mapping[str, Any], _: Streams) -> Iterator[dict[str, Any]]:
+    other = {"halves": "interleaved", "interleaved": "halves"}[given["from"]]
+    yield {"permute_heads": {**given, "from": other}}
+
+
+_INVERSES: Final[Mapping[str, Inverse]] = {
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "cast": _cast,
+    "slice": _slice,
+    "pad": _pad,
+    "stack": lambda given, _: iter([{"unstack": dict(given)}]),
+    "unstack": lambda given, _: iter([{"stack": dict(given)}]),
+    "concatenate": _concatenate,
+    "split": lambda given, _: iter([{"concatenate": {"axis": given["axis"]}}]),
+    "repeat": _repeat,
+    "permute_heads": _permute_heads,
+}

@@ -1,0 +1,161 @@
+"""The way back of a mapping returns every bit, or says why there is none."""
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import storesvc_client as store
+from storesvc_client._mapping.inverses import invert_rules
+from storesvc_client._mapping.planning import plan_mapping
+from storesvc_client._mapping.rules import Document, check_rules
+from tests.mapping.drawn import Arrays, DrawnMapping, build_all, describe_tree
+from tests.support.examples import examples
+
+randoms = st.integers(0, 2**32).map(Random)
+W = np.arange(24, dtype=np.float32).reshape(4, 6)
+LAYERS = {f"l/{n}/{name}": W + n for n in range(3) for name in "qk"}
+
+
+def turn(document: Document, arrays: Arrays) -> tuple[Document, Arrays]:
+    """Returns the inverse of a document, and what it makes of the target."""
+    rules, tree = check_rules(document, name="rules"), describe_tree(arrays)
+    mapped = plan_mapping(rules, tree, name="source")
+    made = build_all(mapped, arrays)
+    inverse = invert_rules(rules, mapped, tree)
+    back = plan_mapping(
+        check_rules(inverse, name="inverse"), describe_tree(made), name="target"
+    )
+    return inverse, build_all(back, made)
+
+
+def check_turn(document: Document, arrays: Arrays) -> Document:
+    inverse, back = turn(document, arrays)
+    assert arrays.keys() == back.keys()
+    for key, array in arrays.items():
+        assert array.dtype == back[key].dtype
+        assert array.shape == back[key].shape
+        assert array.tobytes() == back[key].tobytes()
+    return inverse
+
+
+def check_drawn(random: Random) -> None:
+    drawn = DrawnMapping(random)
+    for rule in drawn.rules:
+        joined = str(rule["operations"])
+        if "'slice'" in joined or "'repeat'" in joined:
+            return
+    check_turn({"version": 1, "rules": drawn.rules}, drawn.arrays)
+
+
+@given(randoms)
+@settings(max_examples=examples(250))
+def test_a_mapping_and_its_inverse_return_every_bit(random: Random) -> None:
+    check_drawn(random)
+
+
+@pytest.mark.slow
+@given(randoms)
+@settings(max_examples=3_000)
+def test_many_mappings_and_their_inverses_return_every_bit(random: Random) -> None:
+    check_drawn(random)
+
+
+def test_the_inverse_is_a_document_that_is_read_as_it_is_written() -> None:
+    rule = {
+        "from": ["l/{n:int}/q", "l/{n:int}/k"],
+        "to": "x/{n}",
+        "operations": [
+            {"transpose": [1, 0]},
+            {"concatenate": {"axis": 1}},
+            {"pad": {"axis": 0, "size": 9, "value": 0}},
+        ],
+    }
+
+    inverse = check_turn({"version": 1, "rules": [rule]}, LAYERS)
+
+    assert {
+        "version": 1,
+        "otherwise": "error",
+        "rules": [
+            {
+                "from": ["x/{n:int}"],
+                "to": ["l/{n:int}/q", "l/{n:int}/k"],
+                "operations": [
+                    {"slice": {"axis": 0, "start": 0, "stop": 6}},
+                    {"split": {"axis": 1, "sizes": [4, 4]}},
+                    {"transpose": [1, 0]},
+                ],
+            }
+        ],
+    } == inverse
+
+
+def test_leaves_that_are_kept_are_kept_and_new_ones_are_dropped() -> None:
+    rules = [
+        {"from": "l/{n:int}/q", "to": "x/{n}"},
+        {"default": {"shape": [2], "dtype": "int8", "value": 1}, "to": "new"},
+        {"from": "none/{a}", "to": "some/{a}", "optional": True},
+    ]
+
+    check_turn({"version": 1, "otherwise": "keep", "rules": rules}, LAYERS)
+
+
+OPERATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"slice": {"axis": 0, "start": 1, "stop": 4}}, "slice leaves out elements"),
+    ({"repeat": {"axis": 0, "times": 2}}, "repeat makes several elements of one"),
+    ({"cast": "bfloat16"}, "a cast from float32 to bfloat16 loses digits"),
+]
+
+
+@pytest.mark.parametrize(("operation", "expected"), OPERATIONS, ids=str)
+def test_an_operation_without_an_inverse_is_named(
+    operation: dict[str, Any], expected: str
+) -> None:
+    rule = {"from": "l/{n:int}/{x}", "to": "m/{n}/{x}", "operations": [operation]}
+
+    with pytest.raises(store.InvalidRequestError, match=expected) as caught:
+        turn({"version": 1, "rules": [rule]}, LAYERS)
+
+    assert "rules: rule 1 (l/{n:int}/{x}) has no inverse" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ([{"from": "{rest*}", "drop": True}], "it leaves out 'l/0/k'"),
+        (
+            [{"from": "l/{n:int}/{x}", "to": ["a/{n}/{x}", "b/{n}/{x}"]}],
+            "several leaves of one, which may differ later",
+        ),
+        (
+            [{"from": "l/{n:int}/{x}", "to": "{x}_{n}"}],
+            r"the inverse of rules: rule 1: .* behind \{x\}, got '_'",
+        ),
+    ],
+    ids=["drop", "tie", "ambiguous"],
+)
+def test_rules_without_an_inverse_are_named(
+    rules: list[dict[str, Any]], expected: str
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match=expected):
+        turn({"version": 1, "rules": rules}, LAYERS)
+
+
+def test_arrays_of_several_shapes_need_a_rule_for_each() -> None:
+    arrays = {"a/x": W, "a/y": W[:2]}
+    rule = {"from": "a/{n}", "to": "b/{n}", "operations": [{"reshape": [-1]}]}
+
+    with pytest.raises(store.InvalidRequestError, match="arrays of several shapes"):
+        turn({"version": 1, "rules": [rule]}, arrays)
+
+
+def test_a_kept_leaf_that_the_way_back_would_take_is_named() -> None:
+    arrays = {"a/x": W, "b/y": W}
+    rule = {"from": "a/{n}", "to": "b/{n}"}
+
+    with pytest.raises(store.InvalidRequestError, match="other leaves, such as 'a/y'"):
+        turn({"version": 1, "otherwise": "keep", "rules": [rule]}, arrays)

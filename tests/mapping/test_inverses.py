@@ -25,7 +25,7 @@ def turn(document: Document, arrays: Arrays) -> tuple[Document, Arrays]:
     rules, tree = check_rules(document, name="rules"), describe_tree(arrays)
     mapped = plan_mapping(rules, tree, name="source")
     made = build_all(mapped, arrays)
-    inverse = invert_rules(rules, mapped, tree)
+    inverse = invert_rules(mapped, tree)
     back = plan_mapping(
         check_rules(inverse, name="inverse"), describe_tree(made), name="target"
     )

@@ -20,6 +20,8 @@ from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import NEVER
 from tests.mapping.drawn import DrawnMapping, plan
+from tests.support import job_parts
+from tests.support.jax_job import run_job
 from tests.support.leaf_bits import leaf_bytes
 
 LAYERS, WIDTH = 4, 64
@@ -314,3 +316,23 @@ def test_drawn_rules_restore_what_numpy_makes(run: store.Run, seed: int) -> None
     assert drawn.wanted.keys() == found.keys()
     for key, array in drawn.wanted.items():
         np.testing.assert_array_equal(array, found[key])
+
+
+@pytest.mark.slow
+def test_processes_of_a_job_restore_with_the_same_rules_or_not_at_all(
+    tmp_path: Path,
+) -> None:
+    where = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("row", "column"))
+    with store.connect(tmp_path.as_uri()) as client:
+        client.run(job_parts.RUN).save(1, job_parts.rows_on(where)).result()
+
+    results = run_job(
+        "tests.support.job_parts:reads_mapped", 4, devices=1, target=tmp_path.as_uri()
+    )
+
+    assert [[]] * 4 == [each["wrong"] for each in results]
+    for mapping, plain in (each["read_bytes"] for each in results):
+        assert mapping == plain
+    for others, spread in (each["errors"] for each in results):
+        assert "other leaves, shardings" in others
+        assert "expected spread= without mapping=" in spread

@@ -256,6 +256,44 @@ def reads_in_stages(target: str, budgets: list[int]) -> dict[str, Any]:
     return outcome
 
 
+def reads_mapped(target: str) -> dict[str, Any]:
+    """Restores transposed leaves; returns the differences, the bytes read and the
+    errors if a process has other rules, or the restore is to be spread."""
+    index, where = jax.process_index(), mesh(jax.process_count(), 1)
+    rule = {
+        "from": "{name}",
+        "to": "x/{name}",
+        "operations": [{"transpose": [2, 1, 0]}],
+    }
+    rules: dict[str, Any] = {"version": 1, "rules": [rule]}
+    placed: list[Any] = [("", PartitionSpec(None, None, "row"))]
+    outcome: dict[str, Any] = {"wrong": []}
+
+    with connect(target) as client:
+        run = client.run(RUN)
+        opened = run.open(1, distributed=ALL).map(rules)
+        found = opened.restore(mesh=where, rules=placed)["x"]
+        back = {key: jax.jit(lambda x: x.transpose())(x) for key, x in found.items()}
+        outcome["wrong"] = differing(rows_on(where), back)
+        plain = run.open(1, distributed=store.Distributed(spread=False))
+        plain.restore(mesh=where, rules=[("", PartitionSpec("row"))])
+        assert opened.report is not None
+        assert plain.report is not None
+        outcome["read_bytes"] = opened.report.read_bytes, plain.report.read_bytes
+
+        def restore(mapping: Any, distributed: store.Distributed) -> None:
+            run.restore(
+                1, mesh=where, rules=placed, mapping=mapping, distributed=distributed
+            )
+
+        other = {**rules, "otherwise": "keep"} if index == 1 else rules
+        outcome["errors"] = []
+        for number, given in enumerate(((other, ALL), (rules, SPREAD))):
+            sync_global_devices(f"act {number}")
+            outcome["errors"].append(get_error(lambda given=given: restore(*given)))  # type: ignore[misc]
+    return outcome
+
+
 def reads_damaged(target: str) -> str:
     """Restores a damaged checkpoint; returns the error of this process."""
     where = mesh(jax.process_count(), 1)

@@ -341,7 +341,7 @@ class Run:
             mapping: Rules that make another tree of the checkpoint, with which all
                 other arguments work: a TOML or JSON file, or a parsed document. Only
                 what the wanted parts are made of is read. Every part of a key is then
-                a text. In a job, with ``Distributed(processes="this")`` only.
+                a text.
             progress: Called with a ``Progress``; see ``ProgressCallback``.
 
         Raises:

@@ -22,7 +22,6 @@ from storesvc_client._mapping.rules import (
     VERSION,
     Document,
     Rule,
-    Rules,
     check_rules,
     follow,
 )
@@ -30,17 +29,17 @@ from storesvc_client._mapping.templates import Placeholder, Template
 from storesvc_client.errors import InvalidRequestError, MismatchError
 
 
-def invert_rules(rules: Rules, mapped: MappedTree, source: Tree) -> Document:
+def invert_rules(mapped: MappedTree, source: Tree) -> Document:
     """Returns a document of rules that make the source again.
 
     Args:
-        rules: The rules.
-        mapped: The target that they make.
+        mapped: What they make of it.
         source: The source.
 
     Raises:
         InvalidRequestError: A rule has no inverse; the message says why.
     """
+    rules = mapped.rules
     if mapped.dropped:
         raise InvalidRequestError(
             f"{rules.name} has no inverse: it leaves out {mapped.dropped[0]!r}; keep "

@@ -76,8 +76,7 @@ class MappedLeaf:
 class MappedTree:
     """The tree that a mapping makes of another one."""
 
-    name: str
-    """Name of the rules."""
+    rules: Rules
     leaves: tuple[MappedLeaf, ...]
     """Its leaves, in the order of their keys."""
     dropped: tuple[str, ...]
@@ -153,7 +152,7 @@ class _Planner:
                 metadata={"problems": str(len(self._problems))},
             )
         return MappedTree(
-            self._rules.name, tuple(leaves), tuple(sorted(dropped)), self._steps
+            self._rules, tuple(leaves), tuple(sorted(dropped)), self._steps
         )
 
     def _take(self, row: int) -> Source:

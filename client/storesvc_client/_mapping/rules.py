@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from storesvc.format.checksums import digest
 from storesvc.format.dtypes import DTYPES
 from storesvc_client._mapping.templates import INTEGER, Template
 from storesvc_client._values.arguments import shown
@@ -149,6 +150,11 @@ class Rules:
     otherwise: str = "error"
     document: Document = field(repr=False)
     """The document as it was given."""
+
+    @property
+    def digest(self) -> str:
+        """Digest by which processes compare their rules."""
+        return digest(json.dumps(self.document, sort_keys=True).encode()).hex()
 
 
 def parse_rules(text: bytes, *, name: str, is_toml: bool) -> Rules:

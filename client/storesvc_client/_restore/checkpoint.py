@@ -20,7 +20,7 @@ from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._restore.joint import JointRestore, join_restore
-from storesvc_client._restore.mapped import MappedSource
+from storesvc_client._restore.mapped import MappedReader, MappedSource
 from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._restore.sources import BucketSource, FileSource, ServerSource
 from storesvc_client._restore.spread import PeerSource, SpreadPlan, may_spread
@@ -174,11 +174,11 @@ class CheckpointReader(TreeReader):
         with meter:
             with meter.phase("plan"):  # 1. rejects what cannot be restored
                 view = self.map(request.mapping)
-                if joint is not None and view is not self:
+                if self._spread and view is not self:
                     raise InvalidRequestError(
-                        f"restore of {self.name}: expected mapping= in a process that "
-                        "restores alone, got one of a job; open or restore it with "
-                        "Distributed(processes='this') in each process"
+                        f"restore of {self.name}: expected spread= without mapping=, "
+                        "got both; leave spread= out, and each process reads what its "
+                        "devices need"
                     )
                 rows = view.select_rows(chosen)
                 target = Target.choose(
@@ -199,7 +199,7 @@ class CheckpointReader(TreeReader):
                 # 3. Meet, after all that can fail alone: the others wait from here on.
                 if joint is not None:
                     with meter.phase("await others"):
-                        source = self._shared_source(source, target, joint)
+                        source = self._shared_source(view, source, target, joint)
                 since = meter.seconds
                 with joint.publishing(assembly.progress) if joint else nullcontext():
                     source.read(assembly.missing, assembly)  # 4. verifies each chunk
@@ -320,21 +320,28 @@ class CheckpointReader(TreeReader):
             _log.warning("%s is read without a hold: %s", self.name, why)
 
     def _shared_source(
-        self, source: ChunkSource, target: "Target", joint: JointRestore
+        self,
+        view: TreeReader,
+        source: ChunkSource,
+        target: "Target",
+        joint: JointRestore,
     ) -> ChunkSource:
         """Returns the source of a joint restore, once all processes have the same
         plan."""
         from storesvc_client._pytree.jax_job import all_gather
 
         needed = list(target.iterate_needed(joint.job.count))
-        plan = SpreadPlan(self.manifest, needed, count=joint.job.count)
+        plan = SpreadPlan(view.manifest, needed, count=joint.job.count)
         # a file on a local disk is as fast to reach as the other processes
         is_far = not isinstance(self._session.data_root, Path)
         spread = self._spread
         is_worth_it = is_far and plan.saved_bytes >= SPREAD_BYTES and may_spread()
+        rules = ""
+        if isinstance(view, MappedReader):
+            rules, is_worth_it = view.mapped.rules.digest, False
         # only some processes may reach the disk, so process 0's choice applies to all
         choice = joint.check(
-            f"{self.info.uid} {spread} {plan.digest}",
+            f"{self.info.uid} {spread} {plan.digest} {rules}",
             _SPREAD if spread or (spread is None and is_worth_it) else _APART,
         )
         if choice == _APART:

@@ -101,7 +101,7 @@ class MappedReader(TreeReader):
     @property
     def name(self) -> str:
         """Name of the checkpoint and of the rules."""
-        return f"{self.inner.name} mapped by {self.mapped.name}"
+        return f"{self.inner.name} mapped by {self.mapped.rules.name}"
 
     def map(self, mapping: MappingRules | MappedTree | None) -> "TreeReader":
         if mapping is None:

@@ -27,7 +27,7 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.group("map")
 def map_() -> None:
-    """Check the rules of a mapping, show the tree they make, or invert them.
+    """Check, show or invert the rules of a mapping.
 
     Rules are a TOML or JSON file. With them a checkpoint is restored as another tree:
     other names, layers stacked or apart, projections joined or divided.
@@ -161,10 +161,9 @@ def invert_rules(
     Exit code 1: there is no way back, for the reason on stderr.
     """
     from storesvc_client._mapping.inverses import invert_rules as invert
-    from storesvc_client._restore.mapped import load_rules
 
     reader = _open(connection, rules, place, options)
-    print_json(invert(load_rules(rules), reader.mapped, reader.inner.tree))
+    print_json(invert(reader.mapped, reader.inner.tree))
 
 
 @map_.command("show")

@@ -63,6 +63,28 @@ def test_rules_come_from_a_file(address: str, tmp_path: Path) -> None:
         assert {"kernel": (4, 8), "n": (3,)} == {k: found[k].shape for k in found.files}
 
 
+def test_a_mapping_makes_the_tree_that_is_exported(
+    address: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rules.toml").write_text("""
+        version = 1
+        otherwise = "drop"
+        [[rules]]
+        from = "params/{name}"
+        to = "h/{name}"
+        operations = [{transpose = [1, 0]}]
+    """)
+    line = (address, "export", "prod/exported@7", f"npz:{tmp_path}/x.npz")
+
+    text = printed(*line, "--map", str(tmp_path / "rules.toml"), "--drop-items")
+
+    assert ": 1 leaf, 128 B, without the items config, raw" in text
+    with np.load(tmp_path / "x.npz") as found:
+        assert {"h/kernel": (4, 8)} == {k: found[k].shape for k in found.files}
+    text = refusal(*line, "--map", str(tmp_path / "rules.yaml"))
+    assert "expected a file whose name ends in .toml or .json" in text
+
+
 def test_what_would_be_lost_is_rejected_by_name(address: str, tmp_path: Path) -> None:
     line = (address, "export", "prod/exported@7", f"safetensors:{tmp_path}/x")
 

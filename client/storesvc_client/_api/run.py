@@ -421,6 +421,7 @@ class Run:
         *,
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
+        mapping: MappingRules | None = None,
         rename: "RenameTable | None" = None,
         layout: "OrbaxLayout | None" = None,
         item: str | None = None,
@@ -439,6 +440,7 @@ class Run:
             url: Format and place: ``orbax:URL``, ``safetensors:URL`` or ``npz:FILE``.
             select: As for ``OpenCheckpoint.export``, as are the following.
             cast: ...
+            mapping: ...
             rename: ...
             layout: ...
             item: ...
@@ -455,6 +457,7 @@ class Run:
             url,
             select=select,
             cast=cast,
+            mapping=mapping,
             rename=rename,
             layout=layout,
             item=item,

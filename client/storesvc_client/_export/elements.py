@@ -242,6 +242,8 @@ class Source:
     """Directory of the data files; None if this process cannot link them."""
     bucket_pool: BucketPool | None
     """The data files in a bucket; None if they are elsewhere, or out of reach."""
+    mapping_digest: str = ""
+    """Digest of the rules by which the tree is mapped; "" for the stored tree."""
 
     def leaf(self, row: int) -> Leaf:
         """Returns a row of the leaf table."""

@@ -572,6 +572,8 @@ def _shards(
 ) -> list[_Shard]:
     metadata = {"format": "pt", "storesvc.checkpoint": source.name}
     metadata["storesvc.uid"] = source.info.uid
+    if source.mapping_digest:
+        metadata["storesvc.mapping"] = source.mapping_digest
     found = []
     for name, tensors in zip(names, parts, strict=True):
         ordered = in_file_order(tensors)

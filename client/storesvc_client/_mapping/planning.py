@@ -105,6 +105,18 @@ def plan_mapping(rules: Rules, source: Tree, *, name: str) -> MappedTree:
     return _Planner(rules, source, name).plan()
 
 
+def make_source(tree: Tree, row: int) -> Source:
+    """Returns the expression of a stored row."""
+    leaf = tree.leaves[row]
+    return Source(
+        leaf.dtype,
+        leaf.shape,
+        row=row,
+        kind=leaf.kind,
+        stored_chunk_shape=leaf.chunk_shape,
+    )
+
+
 class _Planner:
     def __init__(self, rules: Rules, source: Tree, name: str) -> None:
         self._rules = rules
@@ -156,14 +168,7 @@ class _Planner:
         )
 
     def _take(self, row: int) -> Source:
-        leaf = self._leaves[row]
-        return Source(
-            leaf.dtype,
-            leaf.shape,
-            row=row,
-            kind=leaf.kind,
-            stored_chunk_shape=leaf.chunk_shape,
-        )
+        return make_source(self._source, row)
 
     # 1. Which rule takes which leaf.
 

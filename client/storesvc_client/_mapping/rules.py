@@ -153,7 +153,7 @@ class Rules:
 
     @property
     def digest(self) -> str:
-        """Digest by which processes compare their rules."""
+        """Digest of the document, in hexadecimal, whatever its format and name."""
         return digest(json.dumps(self.document, sort_keys=True).encode()).hex()
 
 

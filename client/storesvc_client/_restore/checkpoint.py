@@ -42,6 +42,7 @@ from storesvc_client._values.arguments import (
 from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.models import IMPORTED, Checkpoint
 from storesvc_client._values.options import (
+    MappingRules,
     RestoreRequest,
 )
 from storesvc_client.errors import (
@@ -231,26 +232,35 @@ class CheckpointReader(TreeReader):
                 "leave spread= out"
             )
 
-    def make_export_source(self, select: Sequence[Pattern] | None) -> "Source":
+    def make_export_source(
+        self,
+        select: Sequence[Pattern] | None,
+        mapping: MappingRules | None,
+    ) -> "Source":
         """Returns what an export reads."""
         from storesvc_client._export.elements import BucketPool, Source
 
-        root = self._session.data_root
+        view = self.map(mapping)
+        # The data files of a mapped tree are not stored: none can be linked or copied.
+        root = self._session.data_root if view is self else None
         pool = RunPaths(self._name.run).pool
         return Source(
-            name=self.name,
+            name=view.name,
             info=self.info,
-            tree=self.manifest.tree,
-            rows=self.select_rows(select),
+            tree=view.tree,
+            rows=view.select_rows(select),
             is_whole=select is None,
             items=self.items,
-            containers=self.select_containers(select),
-            read=self.read_regions,
-            places=self.manifest.places,
+            containers=view.select_containers(select),
+            read=view.read_regions,
+            places=view.manifest.places,
             pool=root / pool if isinstance(root, Path) else None,
             bucket_pool=BucketPool(storage=root.storage, path=pool)
             if isinstance(root, BucketRoot)
             else None,
+            mapping_digest=view.mapped.rules.digest
+            if isinstance(view, MappedReader)
+            else "",
         )
 
     @contextmanager
@@ -407,6 +417,7 @@ class OpenCheckpoint(OpenTree):
         *,
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
+        mapping: MappingRules | None = None,
         rename: "RenameTable | None" = None,
         layout: "OrbaxLayout | None" = None,
         item: str | None = None,
@@ -432,6 +443,8 @@ class OpenCheckpoint(OpenTree):
             select: As for ``Run.restore``: globs or compiled expressions of keys. Items
                 are exported with all leaves only.
             cast: A floating-point dtype for floating-point arrays.
+            mapping: As for ``Run.restore``: rules that make another tree; all other
+                arguments are of its leaves.
             rename: Rules, a JSON file of rules, or the name of a table; for safetensors
                 and npz.
             layout: "v0" or "v1", for Orbax; None: "v0".
@@ -446,6 +459,7 @@ class OpenCheckpoint(OpenTree):
                 format; a rule fits no leaf; or a cast exceeds the range of its dtype.
             PreconditionError: The format would lose a leaf or an item, two leaves have
                 one name, a table of a model does not name all, or the target exists.
+            MismatchError: The rules of the mapping do not fit the checkpoint.
             NotFoundError: No leaf matches ``select``.
             DataLossError: Stored bytes are damaged.
             LimitError: The target is full.
@@ -467,7 +481,7 @@ class OpenCheckpoint(OpenTree):
         )
         with self._reader.hold(), Meter("export", self.name, progress) as meter:
             return export_checkpoint(
-                self._reader.make_export_source(chosen), url, options, meter
+                self._reader.make_export_source(chosen, mapping), url, options, meter
             )
 
 

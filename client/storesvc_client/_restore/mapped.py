@@ -28,10 +28,11 @@ from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
+from storesvc.format.trees import Tree
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._chunks.memory import cut_batches
 from storesvc_client._mapping.expressions import Expression, Source
-from storesvc_client._mapping.planning import MappedTree, plan_mapping
+from storesvc_client._mapping.planning import MappedTree, make_source, plan_mapping
 from storesvc_client._mapping.rules import (
     MAX_DOCUMENT_BYTES,
     Rules,
@@ -92,11 +93,18 @@ class MappedReader(TreeReader):
         if not isinstance(mapping, MappedTree):
             rules = load_rules(mapping)
             mapping = plan_mapping(rules, inner.tree, name=inner.name)
-        super().__init__(mapping.tree, allocate=inner.allocate)
+        items = range(inner.tree.tree_count, len(inner.tree.leaves))
+        tree = Tree((*mapping.tree.leaves, *(inner.tree.leaves[row] for row in items)))
+        super().__init__(tree, allocate=inner.allocate)
         self.inner = inner
         """The reader of the stored tree."""
         self.mapped = mapping
         """The tree, and the sources of each leaf."""
+        self.expressions: Sequence[Expression] = [
+            *(each.expression for each in mapping.leaves),
+            *(make_source(inner.tree, row) for row in items),
+        ]
+        """The expression of each row; that of an item is the stored one."""
 
     @property
     def name(self) -> str:
@@ -168,7 +176,7 @@ class MappedAssembly(Assembly):
         rows = dict[int, int]()
         stored, built = list[tuple[int, Sequence[Region]]](), []
         for row, regions in wanted:
-            expression = reader.mapped.leaves[row].expression
+            expression = reader.expressions[row]
             # a second leaf made of the same one is built: no buffer serves two
             if isinstance(expression, Source) and expression.row not in rows:
                 rows[expression.row] = row
@@ -199,7 +207,6 @@ class MappedSource:
 
     def __init__(self, reader: MappedReader) -> None:
         self._reader = reader
-        self._leaves = reader.mapped.leaves
         self.read_bytes = 0
         """Bytes of the chunks that were read, with a checksum of each."""
 
@@ -213,9 +220,9 @@ class MappedSource:
             for ordinal in ordinals
         }
         groups = {
-            row: min(each.row for each in self._leaves[row].expression.sources())
+            row: min(each.row for each in self._reader.expressions[row].sources())
             for row in {tree.locate(ordinal)[0] for ordinal in ordinals}
-            if any(True for _ in self._leaves[row].expression.sources())
+            if any(True for _ in self._reader.expressions[row].sources())
         }
 
         def find_place(ordinal: int) -> tuple[int, ...]:
@@ -237,7 +244,7 @@ class MappedSource:
             self._read_batch([n for chunks in batch for n in chunks], assembly)
 
     def _expression(self, ordinal: int) -> Expression:
-        return self._leaves[self._reader.tree.locate(ordinal)[0]].expression
+        return self._reader.expressions[self._reader.tree.locate(ordinal)[0]]
 
     def _region(self, ordinal: int) -> Region:
         row, within = self._reader.tree.locate(ordinal)

@@ -176,6 +176,12 @@ def _copy_checkpoints(
 )
 @click.option("--dtype", help="Cast floating-point arrays, such as to bf16.")
 @click.option(
+    "--map",
+    "mapping",
+    metavar="FILE",
+    help="Rules that make another tree, in TOML or JSON; see storectl map.",
+)
+@click.option(
     "--rename",
     metavar="FILE.json",
     help="Rules that rename tensors, or the name of a table: llama_hf.",
@@ -206,6 +212,7 @@ def export(
     target: str,
     select: tuple[str, ...],
     dtype: str | None,
+    mapping: str | None,
     rename: str | None,
     layout: Literal["v0", "v1"] | None,
     item: str | None,
@@ -234,6 +241,7 @@ def export(
             target,
             select=select or None,
             cast=dtype,
+            mapping=mapping,
             rename=rename,
             layout=layout,
             item=item,

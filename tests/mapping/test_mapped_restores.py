@@ -1,6 +1,8 @@
 """A restore with a mapping returns another tree, and reads what that is made of."""
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -336,3 +338,41 @@ def test_processes_of_a_job_restore_with_the_same_rules_or_not_at_all(
     for others, spread in (each["errors"] for each in results):
         assert "other leaves, shardings" in others
         assert "expected spread= without mapping=" in spread
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stack", "transpose", "split"])
+def test_the_memory_for_stored_regions_is_one_batch(
+    embedded: store.Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    rules: dict[str, dict[str, Any]] = {
+        "stack": {"to": "x", "operations": [{"stack": {"axis": 1, "by": "n"}}]},
+        "transpose": {"to": "x/{n}", "operations": [{"transpose": [1, 0]}]},
+        "split": {
+            "to": ["q/{n}", "k/{n}"],
+            "operations": [{"split": {"axis": 1, "sizes": [1536, 512]}}],
+        },
+    }
+    layers = {str(n): jnp.full((4096, 2048), n, jnp.float32) for n in range(4)}
+    embedded.save(5, {"l": layers}).result()  # 128 MiB
+    rule = {"from": "l/{n:int}", **rules[name]}
+    inner = get_reader(embedded.open(5))
+    reader = mapped.MappedReader(inner, {"version": 1, "rules": [rule]})
+    monkeypatch.setattr(mapped, "BATCH_BYTES", 40 << 20)
+    allocate, held, most = inner.allocate, [0], [0]
+
+    def count(size: int) -> Any:
+        memory = allocate(size)
+        held[0] += size
+        most[0] = max(most[0], held[0])
+        weakref.finalize(memory, lambda: held.__setitem__(0, held[0] - size))
+        return memory
+
+    inner.allocate = count
+    for _, array in reader.read_arrays(range(len(reader.tree.leaves))):
+        assert array.size
+
+    assert (16 << 20) <= most[0] <= (40 << 20)
+    del array
+    gc.collect()
+    assert 0 == held[0]

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -27,7 +27,6 @@ from storesvc.format.grids import (
     MAX_CHUNK_BYTES,
     Region,
     choose_chunk_shape,
-    intersection,
     part,
     shape_problem,
     whole,
@@ -55,11 +54,6 @@ class Expression(ABC):
     dtype: str
     shape: Shape
 
-    @property
-    def parts(self) -> Sequence["Expression"]:
-        """Expressions that it is made of."""
-        return ()
-
     @abstractmethod
     def requests(self, region: Region) -> Requests:
         """Yields the regions of stored arrays that a region needs, which has
@@ -85,9 +79,8 @@ class Expression(ABC):
         return choose_chunk_shape(self.shape, DTYPES[self.dtype].itemsize, wanted)
 
     def sources(self) -> Iterator["Source"]:
-        """Yields the stored arrays, each as often as it is used."""
-        for each in self.parts:
-            yield from each.sources()
+        """Returns the stored arrays, each as often as it is used."""
+        return iter(())
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {self.dtype}"
@@ -114,7 +107,7 @@ class Source(Expression):
         return next(arrays)
 
     def sources(self) -> Iterator["Source"]:
-        yield self
+        return iter((self,))
 
 
 @dataclass(frozen=True)
@@ -148,10 +141,6 @@ class _Changed(Expression):
     inner: Expression
 
     @property
-    def parts(self) -> Sequence[Expression]:
-        return (self.inner,)
-
-    @property
     def chunk_shape(self) -> Shape:
         return self.inner.chunk_shape
 
@@ -161,6 +150,9 @@ class _Changed(Expression):
 
     def requests(self, region: Region) -> Requests:
         return self.inner.requests(self.back(region))
+
+    def sources(self) -> Iterator[Source]:
+        return self.inner.sources()
 
 
 @dataclass(frozen=True)
@@ -212,12 +204,11 @@ class Transpose(_Changed):
 
 @dataclass(frozen=True)
 class Slice(_Changed):
-    """A range along an axis; without the axis if ``is_taken``."""
+    """A range along an axis."""
 
     axis: int
     start: int
     stop: int
-    is_taken: bool = False
 
     @classmethod
     def make(cls, inner: Expression, axis: int, start: int, stop: int) -> "Slice":
@@ -232,64 +223,17 @@ class Slice(_Changed):
         return cls(inner.dtype, shape, inner, axis=axis, start=start, stop=stop)
 
     @classmethod
-    def take(cls, inner: Expression, axis: int, index: int) -> "Slice":
+    def take(cls, inner: Expression, axis: int, index: int) -> Expression:
         """Returns what is at an index of an axis, without the axis."""
         shape = _put(inner.shape, axis, ())
-        return cls(inner.dtype, shape, inner, axis, index, index + 1, is_taken=True)
-
-    @property
-    def chunk_shape(self) -> Shape:
-        found = self.inner.chunk_shape
-        return _put(found, self.axis, ()) if self.is_taken else found
+        return Reshape.make(cls.make(inner, axis, index, index + 1), shape)
 
     def back(self, region: Region) -> Region:
-        if self.is_taken:
-            taken = ((self.start, self.stop),)
-            return (*region[: self.axis], *taken, *region[self.axis :])
         start, stop = region[self.axis]
         return _put(region, self.axis, ((start + self.start, stop + self.start),))
 
     def build(self, region: Region, arrays: Arrays) -> Array:
-        found = self.inner.build(self.back(region), arrays)
-        return found.reshape(_size(region)) if self.is_taken else found
-
-
-@dataclass(frozen=True)
-class Pad(_Changed):
-    """An axis that is longer, with a value in the new elements at its end."""
-
-    axis: int
-    value: float
-
-    @classmethod
-    def make(cls, inner: Expression, axis: int, size: int, value: float) -> "Pad":
-        """Returns it with another size of an axis."""
-        axis = check_axis("pad", inner, axis)
-        if size < inner.shape[axis]:
-            raise ValueError(
-                f"pad: expected a size of at least {inner.shape[axis]} for axis "
-                f"{axis}, got {size}; slice makes an axis shorter"
-            )
-        check_value(inner.dtype, value)
-        shape = _check_shape(_put(inner.shape, axis, (size,)))
-        return cls(inner.dtype, shape, inner, axis=axis, value=value)
-
-    def _inside(self, region: Region) -> Region | None:
-        inside = intersection(region, whole(self.inner.shape))
-        return inside if all(start < stop for start, stop in inside) else None
-
-    def requests(self, region: Region) -> Requests:
-        inside = self._inside(region)
-        return iter(()) if inside is None else self.inner.requests(inside)
-
-    def build(self, region: Region, arrays: Arrays) -> Array:
-        inside = self._inside(region)
-        if inside == region:
-            return self.inner.build(region, arrays)
-        found = np.full(_size(region), self.value, DTYPES[self.dtype])
-        if inside is not None:
-            part(found, region, inside)[...] = self.inner.build(inside, arrays)
-        return found
+        return self.inner.build(self.back(region), arrays)
 
 
 @dataclass(frozen=True)
@@ -323,57 +267,59 @@ class Repeat(_Changed):
 
 @dataclass(frozen=True)
 class Join(Expression):
-    """Arrays one after another along an axis: a new one if ``is_stack``."""
+    """Arrays one after another along an axis."""
 
-    joined: tuple[Expression, ...]
+    parts: tuple[Expression, ...]
     axis: int
-    is_stack: bool
 
     @classmethod
-    def stack(cls, joined: Sequence[Expression], axis: int) -> "Join":
+    def make(cls, parts: Sequence[Expression], axis: int) -> "Join":
+        """Returns arrays one after another along an axis that they have."""
+        first = parts[0]
+        axis = check_axis("concatenate", first, axis)
+        wanted = _put(first.shape, axis, (0,)), first.dtype
+        for each in parts:
+            others = each.shape[:axis], each.shape[axis + 1 :]
+            if wanted != ((*others[0], 0, *others[1]), each.dtype):
+                raise ValueError(
+                    f"expected arrays to join that fit {first}, got {each}"
+                )
+        size = sum(each.shape[axis] for each in parts)
+        shape = _check_shape(_put(first.shape, axis, (size,)))
+        return cls(first.dtype, shape, tuple(parts), axis)
+
+    @classmethod
+    def stack(cls, parts: Sequence[Expression], axis: int) -> "Join":
         """Returns arrays of one shape along a new axis."""
-        first = joined[0]
-        rank = len(first.shape) + 1
+        rank = len(parts[0].shape) + 1
         if not -rank <= axis < rank:
             raise ValueError(
                 f"stack: expected an axis from {-rank} to {rank - 1}, got {axis}"
             )
-        _check_alike("stack", joined, first.shape, [each.shape for each in joined])
         axis %= rank
-        shape = (*first.shape[:axis], len(joined), *first.shape[axis:])
-        return cls(first.dtype, _check_shape(shape), tuple(joined), axis, is_stack=True)
+        shapes = ((*each.shape[:axis], 1, *each.shape[axis:]) for each in parts)
+        return cls.make([*map(Reshape.make, parts, shapes)], axis)
 
     @classmethod
-    def concatenate(cls, joined: Sequence[Expression], axis: int) -> "Join":
-        """Returns arrays one after another along an axis that they have."""
-        first = joined[0]
-        axis = check_axis("concatenate", first, axis)
-        others = [
-            each.shape if len(each.shape) <= axis else _put(each.shape, axis, (0,))
-            for each in joined
-        ]
-        _check_alike("concatenate", joined, _put(first.shape, axis, (0,)), others)
-        size = sum(each.shape[axis] for each in joined)
-        shape = _check_shape(_put(first.shape, axis, (size,)))
-        return cls(first.dtype, shape, tuple(joined), axis, is_stack=False)
-
-    @property
-    def parts(self) -> Sequence[Expression]:
-        return self.joined
+    def pad(cls, inner: Expression, axis: int, size: int, value: float) -> "Join":
+        """Returns an array with a longer axis, and a value in the new elements."""
+        axis = check_axis("pad", inner, axis)
+        if size < inner.shape[axis]:
+            raise ValueError(
+                f"pad: expected a size of at least {inner.shape[axis]} for axis "
+                f"{axis}, got {size}; slice makes an axis shorter"
+            )
+        new = _put(inner.shape, axis, (size - inner.shape[axis],))
+        return cls.make([inner, Fill.make(new, inner.dtype, value)], axis)
 
     @property
     def chunk_shape(self) -> Shape:
-        found = self.joined[0].chunk_shape
-        if self.is_stack:
-            return (*found[: self.axis], 1, *found[self.axis :])
-        return found
+        return self.parts[0].chunk_shape
 
     @cached_property
     def _starts(self) -> Array:
         """Start of each part along the axis, and the end of the last one."""
-        if self.is_stack:
-            return np.arange(len(self.joined) + 1)
-        return np.cumsum([0, *(each.shape[self.axis] for each in self.joined)])
+        return np.cumsum([0, *(each.shape[self.axis] for each in self.parts)])
 
     def _pieces(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         start, stop = region[self.axis]
@@ -381,20 +327,19 @@ class Join(Expression):
         last = int(self._starts.searchsorted(stop, side="left"))
         for number in range(first, last):
             begin, end = self._starts[number : number + 2].tolist()
-            if self.is_stack:
-                yield self.joined[number], _put(region, self.axis, ())
-            elif begin < end:
+            if begin < end:
                 along = (max(start, begin) - begin, min(stop, end) - begin)
-                yield self.joined[number], _put(region, self.axis, (along,))
+                yield self.parts[number], _put(region, self.axis, (along,))
 
     def requests(self, region: Region) -> Requests:
         for each, inside in self._pieces(region):
             yield from each.requests(inside)
 
+    def sources(self) -> Iterator[Source]:
+        return chain.from_iterable(each.sources() for each in self.parts)
+
     def build(self, region: Region, arrays: Arrays) -> Array:
         found = [each.build(inside, arrays) for each, inside in self._pieces(region)]
-        if self.is_stack:
-            found = [np.expand_dims(each, self.axis) for each in found]
         return found[0] if len(found) == 1 else np.concatenate(found, self.axis)
 
 
@@ -597,16 +542,6 @@ def check_value(dtype: str, value: float) -> None:
         is_held = False
     if not is_held and not (is_floating(dtype) and isinstance(value, float)):
         raise ValueError(f"expected a value that {dtype} has, got {value!r}")
-
-
-def _check_alike(
-    what: str, joined: Sequence[Expression], shape: Shape, shapes: Sequence[Shape]
-) -> None:
-    for each, found in zip(joined, shapes, strict=True):
-        if found != shape or each.dtype != joined[0].dtype:
-            raise ValueError(
-                f"{what}: expected arrays that fit {joined[0]}, got {each}"
-            )
 
 
 def _check_shape(shape: Sequence[int]) -> Shape:

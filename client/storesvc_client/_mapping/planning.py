@@ -30,7 +30,6 @@ from storesvc_client._mapping.expressions import (
     Expression,
     Fill,
     Join,
-    Pad,
     Repeat,
     Reshape,
     Slice,
@@ -372,7 +371,7 @@ def _operate(operation: Operation, streams: Streams) -> Streams:
             return _unstack(streams, given["by"], given["axis"])
         case "concatenate":
             return {
-                binding: (_name_leaf(binding, Join.concatenate, each, given["axis"]),)
+                binding: (_name_leaf(binding, Join.make, each, given["axis"]),)
                 for binding, each in streams.items()
             }
         case "split":
@@ -478,7 +477,7 @@ _CHANGES: Final[Mapping[str, Callable[[Expression, Mapping[str, Any]], Expressio
     "reshape": lambda inner, given: Reshape.make(inner, given[""]),
     "cast": lambda inner, given: Cast.make(inner, given[""]),
     "slice": lambda inner, given: Slice.make(inner, **given),
-    "pad": lambda inner, given: Pad.make(inner, **given),
+    "pad": lambda inner, given: Join.pad(inner, **given),
     "repeat": lambda inner, given: Repeat.make(inner, **given),
     "permute_heads": _permute_heads,
 }

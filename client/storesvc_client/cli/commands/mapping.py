@@ -1,6 +1,8 @@
 """``storectl map``: checks rules of a mapping against a checkpoint, and shows the tree
 that they make."""
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,21 +42,34 @@ def map_() -> None:
     """
 
 
-def _open(
-    connection: Connection,
-    rules: Path,
-    place: tuple[StorePart, CheckpointPath],
-    options: ForeignOptions,
-) -> "MappedReader":
-    """Returns the reader of a checkpoint as the rules show it; reads no leaf."""
-    from storesvc_client._restore.mapped import MappedReader
-    from storesvc_client._restore.open_tree import get_reader
+def _add_reader(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the rules and the checkpoint to a command, which gets the reader of the tree
+    that they make; no leaf is read."""
 
-    part, path = place
-    options.check(path)
-    with connection.to_part(part).open_for(path, options) as source:
-        opened = source.run(path.run).open(path.which)
-        return MappedReader(get_reader(opened), rules)
+    @click.argument("rules", type=_FILE, metavar="RULES")
+    @path_argument("place", readable_place, metavar="RUN@STEP")
+    @foreign_options
+    @pass_connection  # type: ignore[arg-type] # wraps hides its parameters
+    @wraps(command)
+    def run(
+        connection: Connection,
+        *,
+        rules: Path,
+        place: tuple[StorePart, CheckpointPath],
+        options: ForeignOptions,
+        **more: bool,
+    ) -> None:
+        from storesvc_client._restore.mapped import MappedReader
+        from storesvc_client._restore.open_tree import get_reader
+
+        part, path = place
+        options.check(path)
+        with connection.to_part(part).open_for(path, options) as source:
+            opened = source.run(path.run).open(path.which)
+            reader = MappedReader(get_reader(opened), rules)
+        command(reader, **more)
+
+    return run
 
 
 def _document(reader: "MappedReader", mapped: "MappedLeaf") -> dict[str, Any]:
@@ -96,19 +111,9 @@ LISTING: Final[Listing[dict[str, Any]]] = Listing(
 
 
 @map_.command("check")
-@click.argument("rules", type=_FILE, metavar="RULES")
-@path_argument("place", readable_place, metavar="RUN@STEP")
-@foreign_options
+@_add_reader
 @json_option
-@pass_connection
-def check_rules(
-    connection: Connection,
-    *,
-    rules: Path,
-    place: tuple[StorePart, CheckpointPath],
-    options: ForeignOptions,
-    as_json: bool,
-) -> None:
+def check_rules(reader: "MappedReader", *, as_json: bool) -> None:
     """Check that rules fit a checkpoint; no leaf of it is read.
 
     Every leaf must be used or left out by a rule, every leaf of the new tree made once,
@@ -121,7 +126,6 @@ def check_rules(
 
     Exit code 1: the rules do not fit.
     """
-    reader = _open(connection, rules, place, options)
     mapped, source = reader.mapped, reader.inner
     made, dropped = len(mapped.leaves), len(mapped.dropped)
     document = {
@@ -137,17 +141,8 @@ def check_rules(
 
 
 @map_.command("invert")
-@click.argument("rules", type=_FILE, metavar="RULES")
-@path_argument("place", readable_place, metavar="RUN@STEP")
-@foreign_options
-@pass_connection
-def invert_rules(
-    connection: Connection,
-    *,
-    rules: Path,
-    place: tuple[StorePart, CheckpointPath],
-    options: ForeignOptions,
-) -> None:
+@_add_reader
+def invert_rules(reader: "MappedReader") -> None:
     """Print the rules of the way back, as JSON; no leaf is read.
 
     They make the checkpoint again from the tree that the rules make of it, bit by bit;
@@ -162,24 +157,13 @@ def invert_rules(
     """
     from storesvc_client._mapping.inverses import invert_rules as invert
 
-    reader = _open(connection, rules, place, options)
     print_json(invert(reader.mapped, reader.inner.tree))
 
 
 @map_.command("show")
-@click.argument("rules", type=_FILE, metavar="RULES")
-@path_argument("place", readable_place, metavar="RUN@STEP")
-@foreign_options
+@_add_reader
 @json_option
-@pass_connection
-def show_leaves(
-    connection: Connection,
-    *,
-    rules: Path,
-    place: tuple[StorePart, CheckpointPath],
-    options: ForeignOptions,
-    as_json: bool,
-) -> None:
+def show_leaves(reader: "MappedReader", *, as_json: bool) -> None:
     """List the leaves that rules make of a checkpoint, and what each is made of.
 
     \b
@@ -187,7 +171,6 @@ def show_leaves(
       storectl map show hf.toml prod/llama-8b@500
       storectl map show hf.toml prod/llama-8b@500 --json
     """
-    reader = _open(connection, rules, place, options)
     leaves = [_document(reader, each) for each in reader.mapped.leaves]
     if as_json:
         print_json({"leaves": leaves, "dropped": list(reader.mapped.dropped)})

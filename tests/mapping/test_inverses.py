@@ -59,7 +59,7 @@ def test_a_mapping_and_its_inverse_return_every_bit(random: Random) -> None:
 
 @pytest.mark.slow
 @given(randoms)
-@settings(max_examples=3_000)
+@settings(max_examples=1_500)
 def test_many_mappings_and_their_inverses_return_every_bit(random: Random) -> None:
     check_drawn(random)
 

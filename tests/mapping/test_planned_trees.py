@@ -25,7 +25,7 @@ def test_rules_make_what_numpy_makes(random: Random) -> None:
 
 @pytest.mark.slow
 @given(randoms)
-@settings(max_examples=3_000)
+@settings(max_examples=1_500)
 def test_many_rules_make_what_numpy_makes(random: Random) -> None:
     check_drawn_mapping(random)
 
@@ -63,9 +63,8 @@ def cut(array: Array, region: Region) -> Array:
 def test_a_region_of_too_many_ranges_is_covered_by_fewer(
     runs: int, random: Random
 ) -> None:
-    before = expressions.MAX_RUNS
-    vars(expressions)["MAX_RUNS"] = runs
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expressions, "MAX_RUNS", runs)
         drawn = DrawnMapping(random)
         mapped = plan(drawn.rules, drawn.arrays)
         ordered = [drawn.arrays[key] for key in sorted(drawn.arrays)]
@@ -75,8 +74,6 @@ def test_a_region_of_too_many_ranges_is_covered_by_fewer(
                 part, _ = build(each.expression, ordered, region)
                 wanted = cut(drawn.wanted[each.leaf.key], region)
                 np.testing.assert_array_equal(wanted, part)
-    finally:
-        vars(expressions)["MAX_RUNS"] = before
 
 
 def test_a_rename_passes_its_leaf_on_as_it_is_stored() -> None:
@@ -108,3 +105,20 @@ def test_tied_leaves_are_made_of_the_same_one() -> None:
 
     np.testing.assert_array_equal(arrays["embed"].T, found["in"])
     np.testing.assert_array_equal(arrays["embed"].T, found["out"])
+
+
+@given(randoms)
+@settings(max_examples=examples(60))
+def test_elements_are_copied_in_blocks_as_they_are_at_once(random: Random) -> None:
+    shape = [random.choice([1, 2, 5, 130, 300]) for _ in range(random.randint(0, 3))]
+    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    array = array.transpose(random.sample(range(len(shape)), len(shape)))
+    if shape and random.random() < 0.5:
+        array = array[..., ::2]
+    into = np.zeros(array.shape, random.choice([np.float32, np.float64]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expressions, "BLOCKED_BYTES", random.choice([0, 256 << 10]))
+        expressions.copy_elements(into, array)
+
+    np.testing.assert_array_equal(array, into)

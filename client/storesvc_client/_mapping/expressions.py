@@ -36,6 +36,15 @@ MAX_RUNS: Final = 1024
 """Maximum contiguous ranges that a region of a reshaped array is read in; if it has
 more, what is between them is read, too."""
 
+BLOCK: Final = 128
+"""Elements along each of two axes that are copied at a time."""
+
+BLOCKED_BYTES: Final = 256 << 10
+"""Minimum bytes of an array that is copied in blocks."""
+
+FEW: Final = 8
+"""Maximum elements of a last axis that are copied one by one."""
+
 Shape: TypeAlias = tuple[int, ...]
 Array: TypeAlias = NDArray[Any]
 Arrays: TypeAlias = Iterator[Array]
@@ -452,7 +461,12 @@ class Reshape(_Changed):
 
     def _fill_box(self, box: Region, moves: list["_Move"], arrays: Arrays) -> Array:
         if len(moves) == 1:
-            return self.inner.build(moves[0].source, arrays).reshape(_size(box))
+            found = self.inner.build(moves[0].source, arrays)
+            if not found.flags.c_contiguous:
+                ordered = np.empty(found.shape, found.dtype)
+                copy_elements(ordered, found)
+                found = ordered
+            return found.reshape(_size(box))
         flat = np.empty(
             [math.prod(_size(box[target])) for _, target in self._groups],
             DTYPES[self.dtype],
@@ -520,6 +534,24 @@ def _boxes_at(
     first = index * math.prod(shape[1:])
     for box, place in _boxes(shape[1:], start - first, stop - first):
         yield ((index, index + 1), *box), place + first
+
+
+def copy_elements(into: Array, array: Array) -> None:
+    """Copies an array; if its axes are in another order, in blocks that fit a cache."""
+    near = min(range(array.ndim), key=lambda axis: array.strides[axis], default=0)
+    last = array.ndim - 1
+    if last < 1 or near == last or array.nbytes < BLOCKED_BYTES:
+        np.copyto(into, array)
+        return
+    if array.shape[last] <= FEW:  # else the innermost loop is as short
+        for at in range(array.shape[last]):
+            np.copyto(into[..., at], array[..., at])
+        return
+    starts = (range(0, array.shape[axis], BLOCK) for axis in (near, last))
+    for first, second in product(*starts):
+        block: list[Any] = [slice(None)] * array.ndim
+        block[near], block[last] = (slice(n, n + BLOCK) for n in (first, second))
+        np.copyto(into[tuple(block)], array[tuple(block)])
 
 
 def check_axis(what: str, inner: Expression, axis: int) -> int:

@@ -31,7 +31,11 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._chunks.memory import cut_batches
-from storesvc_client._mapping.expressions import Expression, Source
+from storesvc_client._mapping.expressions import (
+    Expression,
+    Source,
+    copy_elements,
+)
 from storesvc_client._mapping.planning import MappedTree, make_source, plan_mapping
 from storesvc_client._mapping.rules import (
     MAX_DOCUMENT_BYTES,
@@ -283,7 +287,7 @@ class MappedSource:
             for expression, region, into in parts:
                 requests = expression.requests(region)
                 found = (arrays[source.row, needed] for source, needed in requests)
-                np.copyto(into, expression.build(region, found))
+                copy_elements(into, expression.build(region, found))
         for ordinal in batch:
             assembly.finish(ordinal)
 

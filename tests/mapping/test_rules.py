@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc_client._mapping import planning
@@ -88,10 +90,11 @@ OPERATION = {"from": "a", "to": "b"}
         (document({"from": "{a*}/{b*}", "to": "c"}), "at most one placeholder with a"),
         (
             document({"from": "{a}{b}/x", "to": "c"}),
-            r"expected '/' or '.' behind \{a\}",
+            r"expected text or an integer up to the next '/' or '.' behind \{a\}",
         ),
-        (document({"from": "{a}_x", "to": "c"}), r"behind \{a\}, got '_'"),
-        (document({"from": "{a:int}1", "to": "c"}), "text that is no digit behind"),
+        (document({"from": "{a}_{b}", "to": "c"}), r"behind \{a\}, got _\{b\}"),
+        (document({"from": "{a}_1{b:int}", "to": "c"}), r"\{a\}, got _1\{b:int\}"),
+        (document({"from": "{a:int}1", "to": "c"}), r"expected no digit behind"),
         (document({"from": "x/{a}", "to": "c"}), r"expected the placeholders \{a\} in"),
         (document({"from": "x/{a}", "to": "c/{b}"}), r"placeholders \{a\} in to"),
         (document({"from": "x", "to": "c/{b}"}), r"placeholders \(none\) in to"),
@@ -137,7 +140,7 @@ def test_a_value_that_the_dtype_lacks_is_rejected() -> None:
         ("a.{n}.w", "a.b.w", {"n": "b"}),
         ("{rest*}/{n:int}.{name}", "x/1.y/2.w", {"rest": "x/1.y", "n": 2, "name": "w"}),
         ("{rest*}/w", "w", None),
-        ("{{{x}}}/w", "{a}/w", None),
+        ("{{{x}}}/w", "{a}/w", {"x": "a"}),
         ("{{{x}/w", "{a/w", {"x": "a"}),
         ("", "", {}),
     ],
@@ -245,3 +248,49 @@ def test_an_axis_of_too_many_parts_is_rejected() -> None:
 
     with pytest.raises(store.MismatchError, match="at most 1000000 parts"):
         plan([rule], {"w": W})
+
+
+TOKENS = ["{p}", "{q}", "{r*}", "{m:int}", "{n:int}", "_", "1", "0", "a", "/", "."]
+TEXTS = st.text("a_10", min_size=1, max_size=4)
+INTEGERS = st.integers(0, 120)
+
+
+@given(st.data())
+def test_a_template_takes_a_key_apart_in_the_one_way_that_makes_it(
+    data: st.DataObject,
+) -> None:
+    """If a key had two ways, one of them would come back as the other."""
+    tokens = data.draw(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=7))
+    try:
+        template = Template.parse("".join(tokens))
+        template.check_source()
+    except ValueError:
+        reject()
+    values: dict[str, Any] = {
+        each.name: data.draw(INTEGERS if each.kind == ":int" else TEXTS)
+        for each in template.placeholders
+    }
+    if "r" in values:
+        values["r"] += data.draw(st.sampled_from(["", "/a", ".1", "/_/a"]))
+
+    key = template.fill(values)
+
+    assert values == template.match(key)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "values"),
+    [
+        ("h.{n:int}.{p}_proj.weight", "h.3.q_proj.weight", {"n": 3, "p": "q"}),
+        ("w{p}_{n:int}", "wa_1_12", {"p": "a_1", "n": 12}),
+        ("{p}_{n:int}x_{m:int}/k", "a_1x_2/k", {"p": "a", "n": 1, "m": 2}),
+        ("pre_{p}", "pre_", None),
+    ],
+)
+def test_a_placeholder_may_be_a_piece_of_a_part(
+    text: str, key: str, values: dict[str, Any] | None
+) -> None:
+    template = Template.parse(text)
+    template.check_source()
+
+    assert values == template.match(key)

@@ -4,10 +4,13 @@ A template is a key with placeholders in braces; a brace itself is doubled. ``{n
 stands for a piece of a key without "/" and ".", ``{name:int}`` for a decimal integer
 without leading zeros, ``{name*}`` for any text, at most once in a template.
 
-A template matches a key in at most one way, so it also makes the key from its values:
-behind a placeholder comes text that cannot belong to it. The same rule makes a match
-linear in the length of the key; no template is a regular expression of its author.
+A template matches a key in at most one way, so it also makes the key from its values.
+Behind an integer comes text that is no digit, and one part of a key, between "/" or
+".", has at most one placeholder that is no integer. No template is a regular expression
+of its author, and none takes longer than a few passes over a key.
 
+>>> Template.parse("{name}_proj.{what}").match("q_proj.weight")
+{'name': 'q', 'what': 'weight'}
 >>> template = Template.parse("layers/{n:int}/{rest*}")
 >>> template.match("layers/3/attn/q")
 {'n': 3, 'rest': 'attn/q'}
@@ -38,12 +41,21 @@ _TOKEN: Final = re.compile(
     r"|(?P<text>[^{}]+)",
 )
 _EXPRESSIONS: Final = {
-    "": "([^/.]++)",
+    "": "([^/.]+)",
     INTEGER: r"(0|[1-9][0-9]{0,17})",
     REST: "(.+)",
 }
 """Expression of each kind of placeholder. Only the rest is tried at several places:
 where a separator follows it."""
+
+
+_DIGITS: Final = "\ue000"
+"""Stands for an integer, ..."""
+_PIECE: Final = "\ue001"
+"""... and this for another placeholder, in a text behind a piece."""
+
+_UNCERTAIN: Final = re.compile(f"[^/.]*?(?:{_PIECE}|(?:\\A|[0-9]){_DIGITS})")
+"""Text behind a piece whose end is not certain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +142,41 @@ class Template:
             raise ValueError(
                 f"{str(self)!r}: expected at most one placeholder with a *, got more"
             )
-        for part, after in zip(self.parts, self.parts[1:], strict=False):
-            if isinstance(part, str):
+        for at, part in enumerate(self.parts[:-1]):
+            if isinstance(part, str) or (problem := self._find_problem(at)) is None:
                 continue
-            text = "" if isinstance(after, Placeholder) else after[0]
-            is_end = bool(text) and (
-                not text.isdigit() if part.kind == INTEGER else text in "/."
+            expected, got = problem
+            raise ValueError(
+                f"{str(self)!r}: expected {expected} behind {part}, got {got}; name "
+                "the whole part of the key"
             )
-            if not is_end:
-                ends = "text that is no digit" if part.kind == INTEGER else "'/' or '.'"
-                raise ValueError(
-                    f"{str(self)!r}: expected {ends} behind {part}, got "
-                    f"{text or str(after)!r}; name the whole part of the key"
-                )
+
+    def _find_problem(self, at: int) -> tuple[str, str] | None:
+        """Returns what was expected behind a placeholder, and what is there; None if
+        its end is certain."""
+        part, *rest = self.parts[at:]
+        assert isinstance(part, Placeholder)
+        text = rest[0] if isinstance(rest[0], str) else ""
+        got = text[:1] or str(rest[0])
+        if part.kind == INTEGER:
+            return None if text and not text[0].isdigit() else ("no digit", got)
+        if part.kind == REST:
+            return None if text and text[0] in "/." else ("'/' or '.'", got)
+        # A piece has one end if up to the next separator there are only texts, and
+        # integers behind a text that does not end with a digit: then all of them have
+        # their places from the end of that part of the key on.
+        tail = ""
+        for each in rest:
+            if isinstance(each, str):
+                tail += each
+            else:
+                tail += _DIGITS if each.kind == INTEGER else _PIECE
+        if _UNCERTAIN.match(tail):
+            return (
+                "text or an integer up to the next '/' or '.'",
+                str(Template(tuple(rest)))[:40],
+            )
+        return None
 
     @cached_property
     def _expression(self) -> re.Pattern[str]:

@@ -132,8 +132,8 @@ def test_an_operation_without_an_inverse_is_named(
             "several leaves of one, which may differ later",
         ),
         (
-            [{"from": "l/{n:int}/{x}", "to": "{x}_{n}"}],
-            r"the inverse of rules: rule 1: .* behind \{x\}, got '_'",
+            [{"from": "l/{n:int}/{x}", "to": "{x}{n}"}],
+            r"the inverse of rules: rule 1: .* behind \{x\}, got \{n:int\}",
         ),
     ],
     ids=["drop", "tie", "ambiguous"],

@@ -228,6 +228,7 @@ def test_the_most_rules_on_as_many_leaves_are_planned() -> None:
         check_rules(document(*rules, rules[0]), name="rules")
 
 
+@pytest.mark.slow
 def test_rules_that_need_too_many_comparisons_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

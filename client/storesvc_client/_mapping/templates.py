@@ -7,7 +7,7 @@ without leading zeros, ``{name*}`` for any text, at most once in a template.
 A template matches a key in at most one way, so it also makes the key from its values.
 Behind an integer comes text that is no digit, and one part of a key, between "/" or
 ".", has at most one placeholder that is no integer. No template is a regular expression
-of its author, and none takes longer than a few passes over a key.
+of its author, and none takes much longer than a few comparisons of a key.
 
 >>> Template.parse("{name}_proj.{what}").match("q_proj.weight")
 {'name': 'q', 'what': 'weight'}

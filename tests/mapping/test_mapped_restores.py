@@ -21,6 +21,8 @@ from storesvc_client._restore import mapped
 from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import NEVER
+from tests.conftest import gcs_root
+from tests.fake_gcs import FakeGcs
 from tests.mapping.drawn import DrawnMapping, plan
 from tests.support import job_parts
 from tests.support.examples import sampled
@@ -379,3 +381,35 @@ def test_the_memory_for_stored_regions_is_one_batch(
     del array
     gc.collect()
     assert 0 == held[0]
+
+
+@pytest.mark.emulated
+def test_a_bucket_sends_what_the_wanted_leaves_are_made_of(gcs: FakeGcs) -> None:
+    layers = {str(n): {"q": values(1024, 512) + n, "k": values(512)} for n in range(4)}
+    rules = {
+        "version": 1,
+        "otherwise": "drop",
+        "rules": [
+            {
+                "from": "l/{n:int}/q",
+                "to": "x/{n}/q",
+                "operations": [{"transpose": [1, 0]}],
+            },
+            {"from": "l/{n:int}/k", "to": "x/{n}/k"},
+        ],
+    }
+    with store.connect(gcs_root()) as client:
+        run = client.run("prod/model")
+        run.save(5, {"l": layers, "other": values(2048, 1024)}).result()
+        opened = run.open(5)
+        before = gcs.sent_bytes
+
+        back = opened.map(rules).restore(
+            select="x/[13]/q", mesh=make_mesh(), rules=[("", P("a", "b"))]
+        )["x"]
+
+        sent = gcs.sent_bytes - before
+    for n in (1, 3):
+        np.testing.assert_array_equal(layers[str(n)]["q"].T, back[str(n)]["q"])
+    wanted = 2 * layers["1"]["q"].nbytes
+    assert wanted <= sent <= 1.05 * wanted

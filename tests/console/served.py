@@ -10,7 +10,7 @@ import uvicorn
 
 import storesvc_client as store
 from storesvc_client.console.app import create_app
-from storesvc_client.console.server import bound_socket, configuration
+from storesvc_client._http import bound_socket, configuration
 
 KEY = "key-of-the-tests"
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 import storesvc_client as store
-from storesvc_client.console import server
+from storesvc_client import _http as server
 from tests.console.served import KEY, ServedConsole
 
 

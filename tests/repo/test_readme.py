@@ -77,6 +77,7 @@ NEEDS = {
     r"^storectl serve": "a server that runs until it is stopped; the tutorial has one",
     r"^storectl audit ls": "an audit log; tests/cli/test_storectl_audit.py has one",
     r"^storectl console": "a browser, and Ctrl-C; tests/console has both",
+    r"^storectl hub": "Ctrl-C; tests/hub has a socket and clients",
     r"(?<!--store )gs://": "a bucket",
     r"-s ckpt\.example|-c lab": "another machine",
     r"--rename llama_hf": "a Llama; tests/export/test_renames.py has some",

@@ -371,18 +371,21 @@ def read_in_order(
     with Threads(1, "storesvc-export") as reader:
         batches = cut_batches(pieces, size_bytes, WINDOW_BYTES)
         batch = next(batches, None)
-        reading = reader.submit(_read, source, batch, meter) if batch else None
+        reading = reader.submit(read_pieces, source, batch, meter) if batch else None
         while reading is not None:
             pieces_read, arrays = batch, reading.result()
             batch = next(batches, None)
-            reading = reader.submit(_read, source, batch, meter) if batch else None
+            reading = (
+                reader.submit(read_pieces, source, batch, meter) if batch else None
+            )
             for piece in pieces_read or ():
                 yield arrays.pop(piece)
 
 
-def _read(
+def read_pieces(
     source: Source, batch: Sequence[Piece], meter: Meter
 ) -> dict[Piece, NDArray[Any]]:
+    """Returns the elements of distinct pieces, none empty."""
     wanted: dict[int, list[Region]] = defaultdict(list)
     for piece in batch:
         wanted[piece.row].append(piece.region)

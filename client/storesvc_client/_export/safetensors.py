@@ -511,8 +511,8 @@ _MAX_PROGRESS_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shard:
-    """A file of the export."""
+class Shard:
+    """A file of safetensors: its header and its tensors."""
 
     name: str
     tensors: Sequence[Tensor]
@@ -521,6 +521,7 @@ class _Shard:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of the file."""
         return len(self.header) + sum(tensor.size_bytes for tensor in self.tensors)
 
 
@@ -528,14 +529,7 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
     """Writes the selected leaves to a folder, or to a file if the target ends in
     ".safetensors"."""
     source, meter = call.source, call.meter
-    tensors = plan_tensors(
-        source,
-        cast=call.cast,
-        table=call.table,
-        separator=".",
-        dtypes=DTYPE_NAMES,
-        target="safetensors",
-    )
+    tensors = plan_safetensors(source, cast=call.cast, table=call.table)
     folder, single = split_file(call.where)
     if not single.endswith(SUFFIX):
         folder, single = call.where, ""
@@ -546,11 +540,10 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
             f"export of {source.name}: expected at most {max_shard_bytes} bytes, the "
             f"maximum of a shard, for one file, got {size}; give a folder as the target"
         )
-    limit = max_shard_bytes or MAX_SHARD_BYTES
-    parts: Sequence[Sequence[Tensor]] = [tensors]
-    if tensors and not single:
-        parts = [*cut_batches(tensors, lambda tensor: tensor.size_bytes, limit)]
-    shards = _shards(source, [single] if single else shard_names(len(parts)), parts)
+    if single:
+        shards = [make_shard(source, single, tensors)]
+    else:
+        shards = cut_shards(source, tensors, max_shard_bytes or MAX_SHARD_BYTES)
     final = single or (SINGLE if len(shards) == 1 else INDEX)
     for name in (final,) if single else (SINGLE, INDEX):
         if target.size(name) is not None:
@@ -567,23 +560,47 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
     return Written(files=tuple(files), size_bytes=size, renamed_count=renamed)
 
 
-def _shards(
-    source: Source, names: Sequence[str], parts: Sequence[Sequence[Tensor]]
-) -> list[_Shard]:
+def plan_safetensors(
+    source: Source, *, cast: str | None = None, table: Renames | None = None
+) -> list[Tensor]:
+    """Returns the tensors of the selected leaves, as ``plan_tensors`` does."""
+    return plan_tensors(
+        source,
+        cast=cast,
+        table=table or Renames(),
+        separator=".",
+        dtypes=DTYPE_NAMES,
+        target="safetensors",
+    )
+
+
+def cut_shards(
+    source: Source, tensors: Sequence[Tensor], limit_bytes: int
+) -> list[Shard]:
+    """Returns the files of a folder; each has at most ``limit_bytes`` of elements,
+    unless one tensor has more."""
+    parts: Sequence[Sequence[Tensor]] = [tensors]
+    if tensors:
+        parts = [*cut_batches(tensors, lambda tensor: tensor.size_bytes, limit_bytes)]
+    names = shard_names(len(parts))
+    return [
+        make_shard(source, name, part) for name, part in zip(names, parts, strict=True)
+    ]
+
+
+def make_shard(source: Source, name: str, tensors: Sequence[Tensor]) -> Shard:
+    """Returns a file; reads nothing."""
     metadata = {"format": "pt", "storesvc.checkpoint": source.name}
     metadata["storesvc.uid"] = source.info.uid
     if source.mapping_digest:
         metadata["storesvc.mapping"] = source.mapping_digest
-    found = []
-    for name, tensors in zip(names, parts, strict=True):
-        ordered = in_file_order(tensors)
-        header = header_bytes(ordered, metadata, f"export of {source.name}: {name}")
-        found.append(_Shard(name=name, tensors=ordered, header=header))
-    return found
+    ordered = in_file_order(tensors)
+    header = header_bytes(ordered, metadata, f"export of {source.name}: {name}")
+    return Shard(name=name, tensors=ordered, header=header)
 
 
 def _write_all(
-    source: Source, target: Target, shards: Sequence[_Shard], meter: Meter
+    source: Source, target: Target, shards: Sequence[Shard], meter: Meter
 ) -> None:
     """Writes shards that are not complete, then the index."""
     plan = digest(b"".join(shard.header for shard in shards)).hex()
@@ -601,7 +618,7 @@ def _write_all(
     target.remove(PROGRESS_FILE)
 
 
-def _write(source: Source, target: Target, shard: _Shard, meter: Meter) -> str:
+def _write(source: Source, target: Target, shard: Shard, meter: Meter) -> str:
     """Writes a shard; returns the digest of its bytes, in hexadecimal."""
     hasher = Hasher()
     with target.create(shard.name) as file:
@@ -635,7 +652,7 @@ def _complete(target: Target, plan: str) -> dict[str, str]:
     return {}
 
 
-def _is_complete(target: Target, shard: _Shard, expected: str | None) -> bool:
+def _is_complete(target: Target, shard: Shard, expected: str | None) -> bool:
     """Returns whether the target has a shard with the expected digest."""
     if expected is None or target.size(shard.name) != shard.size_bytes:
         return False

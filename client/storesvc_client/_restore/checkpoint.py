@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._export.elements import RenameTable, Source
     from storesvc_client._export.exporting import ExportReport, OrbaxLayout
+    from storesvc_client._mapping.planning import MappedTree
     from storesvc_client._pytree.restore_target import Target
 
 SPREAD_BYTES: Final = 64 << 20
@@ -235,7 +236,7 @@ class CheckpointReader(TreeReader):
     def make_export_source(
         self,
         select: Sequence[Pattern] | None,
-        mapping: MappingRules | None,
+        mapping: "MappingRules | MappedTree | None",
     ) -> "Source":
         """Returns what an export reads."""
         from storesvc_client._export.elements import BucketPool, Source

@@ -173,6 +173,7 @@ COMMANDS: Final = {
     "doctor": "doctor",
     "serve": "serve",
     "console": "serve",
+    "hub": "serve",
     "demo": "serve",
 }
 """The commands in the order of ``--help``, and the module of each."""

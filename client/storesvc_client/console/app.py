@@ -44,19 +44,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from storesvc_client import (
-    AlreadyExistsError,
-    Client,
-    ConflictError,
-    InvalidRequestError,
-    LimitError,
-    NotFoundError,
-    PermissionDeniedError,
-    PreconditionError,
-    StoreError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from storesvc_client import Client, StoreError
+from storesvc_client._http import http_status, is_loopback
 from storesvc_client._views.texts import json_value
 from storesvc_client.console import changes, checkpoint_pages, run_pages, store_pages
 from storesvc_client.console.rendering import (
@@ -77,9 +66,6 @@ from storesvc_client.console.visit import (
     Visit,
     parse_number,
 )
-
-LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
-"""Names of this machine in a Host header."""
 
 HEADERS: Final = {
     "Content-Security-Policy": (
@@ -145,8 +131,7 @@ class Guard:
     def _refusal(self, request: Request) -> Response | None:
         """Returns the response to a request that may not pass; None if it may."""
         host = request.headers.get("host", "")
-        name, colon, port = host.rpartition(":")
-        if (name if colon and port.isdecimal() else host) not in LOOPBACK:
+        if not is_loopback(host):
             return PlainTextResponse(
                 "expected the name of this machine as the host; open the address that "
                 "storectl console printed\n",
@@ -200,17 +185,6 @@ def _equal(one: str, other: str) -> bool:
 
 
 PageFunction: TypeAlias = Callable[[Visit], Page]
-
-_STATUSES: Final = (
-    (NotFoundError, 404),
-    (InvalidRequestError, 400),
-    (PermissionDeniedError, 403),
-    (UnauthenticatedError, 401),
-    ((ConflictError, AlreadyExistsError, PreconditionError), 409),
-    (LimitError, 429),
-    (UnavailableError, 503),
-)
-"""HTTP statuses of errors of the store; others are 500."""
 
 _log = logging.getLogger(__name__)
 
@@ -347,12 +321,9 @@ class _Console:
     def store_error(self, request: Request, error: Exception) -> Response:
         """Returns the page of an error of the store."""
         assert isinstance(error, StoreError)
-        status = next(
-            (status for kinds, status in _STATUSES if isinstance(error, kinds)), 500
-        )
         return self._error(
             request,
-            status,
+            http_status(error),
             kind=type(error).__name__,
             reason=error.reason,
             message=str(error),

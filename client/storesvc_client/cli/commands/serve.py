@@ -1,7 +1,10 @@
-"""``storectl serve`` serves one store, ``console`` pages about one to the browser;
-``demo`` runs the main job, end to end."""
+"""``storectl serve`` serves one store, ``console`` pages about one to the browser,
+``hub`` its checkpoints to Hugging Face's libraries; ``demo`` runs the main job, end to
+end."""
 
 import os
+import socket
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import timedelta
 from importlib.util import find_spec
@@ -14,6 +17,7 @@ from click.core import ParameterSource
 from storesvc_client.cli.arguments import (
     WholeNumber,
     duration,
+    size,
     store_root,
     store_target,
 )
@@ -323,7 +327,7 @@ def _check_collect_only(gc_interval: timedelta) -> None:
         raise click.UsageError("--collect-only needs a --gc-interval above 0s")
 
 
-_CONSOLE_NEEDS: Final = ("jinja2", "starlette", "uvicorn")
+_HTTP_NEEDS: Final = ("starlette", "uvicorn")
 
 
 @click.command()
@@ -347,30 +351,107 @@ def console(connection: Connection, *, port: int) -> None:
       storectl console
       storectl console --store file:///ckpts --port 0
     """
-    missing = [name for name in _CONSOLE_NEEDS if find_spec(name) is None]
-    if missing:
-        raise Refusal(
-            f"the console needs {', '.join(missing)}, which is not installed: pip "
-            "install 'storesvc[console]'"
-        )
+    _check_packages("console", ("jinja2", *_HTTP_NEEDS))
     resolved = connection.resolve()
     with resolved.open() as client:
         import secrets
 
+        from storesvc_client._http import HOST
+        from storesvc_client._http import serve as serve_pages
         from storesvc_client.console.app import create_app
-        from storesvc_client.console.server import HOST, bound_socket
-        from storesvc_client.console.server import serve as serve_pages
 
-        try:
-            listening = bound_socket(port)
-        except OSError as e:
-            raise Refusal(
-                f"{HOST}:{port}: expected a free port, got an error of the system: "
-                f"{os.strerror(e.errno or 0)}; give another --port, or 0"
-            ) from e
-        with closing(listening):
+        with closing(_bind(port)) as listening:
             key = secrets.token_urlsafe(24)
             taken = listening.getsockname()[1]
             click.echo(f"http://{HOST}:{taken}/?key={key}")
             print_note(f"console of {resolved.target}; Ctrl-C ends it")
             serve_pages(create_app(client, key=key, store=resolved.target), listening)
+
+
+@click.command()
+@click.option(
+    "--port",
+    type=WholeNumber(0, 65535),
+    default=7090,
+    show_default=True,
+    help="Port on this machine; 0 chooses a free one.",
+)
+@click.option(
+    "--map",
+    "mapping",
+    metavar="FILE",
+    help="Rules that make another tree, in TOML or JSON; see storectl map.",
+)
+@click.option(
+    "--select",
+    multiple=True,
+    metavar="GLOB",
+    help="Serve leaves that match only; may be repeated.",
+)
+@click.option(
+    "--max-shard",
+    type=size,
+    metavar="SIZE",
+    help="Maximum size of a safetensors file: 5GB by default.",
+)
+@pass_connection
+def hub(
+    connection: Connection,
+    *,
+    port: int,
+    mapping: str | None,
+    select: tuple[str, ...],
+    max_shard: int | None,
+) -> None:
+    """Serve checkpoints as Hugging Face repositories, until Ctrl-C.
+
+    Prints the address for HF_ENDPOINT. A run is a repository; a revision is main, a tag
+    or a step. Files are made while they are read, and nothing can be changed. Only this
+    machine can connect, each of its users, and reads what the identity of storectl may
+    read.
+
+    \b
+    Examples:
+      storectl hub --select 'params/**'
+      storectl hub --store file:///ckpts --map rules.toml --port 0
+    """
+    _check_packages("hub", _HTTP_NEEDS)
+    resolved = connection.resolve()
+    with resolved.open() as client:
+        from storesvc_client._export.safetensors import MAX_SHARD_BYTES
+        from storesvc_client._http import HOST
+        from storesvc_client._http import serve as serve_files
+        from storesvc_client._hub.app import create_app
+        from storesvc_client._hub.snapshots import View
+        from storesvc_client._restore.mapped import load_rules
+
+        view = View(
+            rules=load_rules(mapping) if mapping else None,
+            select=select,
+            shard_bytes=max_shard or MAX_SHARD_BYTES,
+        )
+        with closing(_bind(port)) as listening:
+            click.echo(f"http://{HOST}:{listening.getsockname()[1]}")
+            print_note(f"hub of {resolved.target}; Ctrl-C ends it")
+            serve_files(create_app(client, view), listening)
+
+
+def _check_packages(what: str, needed: Sequence[str]) -> None:
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise Refusal(
+            f"the {what} needs {', '.join(missing)}, which is not installed: pip "
+            "install 'storesvc[console]'"
+        )
+
+
+def _bind(port: int) -> socket.socket:
+    from storesvc_client._http import HOST, bound_socket
+
+    try:
+        return bound_socket(port)
+    except OSError as e:
+        raise Refusal(
+            f"{HOST}:{port}: expected a free port, got an error of the system: "
+            f"{os.strerror(e.errno or 0)}; give another --port, or 0"
+        ) from e

@@ -1,4 +1,4 @@
-"""Serves the console on this machine until Ctrl-C or SIGTERM."""
+"""Serves an application over HTTP on this machine until Ctrl-C or SIGTERM."""
 
 import asyncio
 import signal
@@ -10,14 +10,55 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from storesvc_client.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    InvalidRequestError,
+    LimitError,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    StoreError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
 HOST: Final = "127.0.0.1"
-"""The console is reached from this machine only."""
+"""What is served here is reached from this machine only."""
+
+LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+"""Names of this machine in a Host header."""
+
+_STATUSES: Final = (
+    (NotFoundError, 404),
+    (InvalidRequestError, 400),
+    (PermissionDeniedError, 403),
+    (UnauthenticatedError, 401),
+    ((ConflictError, AlreadyExistsError, PreconditionError), 409),
+    (LimitError, 429),
+    (UnavailableError, 503),
+)
+"""HTTP statuses of errors of the store; others are 500."""
 
 REQUEST_SECONDS: Final = 5.0
 """Interval at which connections are looked at: a request must be whole within two."""
 
 _GRACE_SECONDS: Final = 1
 """Time for requests in flight at the end; streams of events never end by themselves."""
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a Host header names this machine: no other site can then point
+    its own name at this address and read the answers (DNS rebinding)."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host) in LOOPBACK
+
+
+def http_status(error: StoreError) -> int:
+    """Returns the HTTP status of an error of the store."""
+    return next(
+        (status for kinds, status in _STATUSES if isinstance(error, kinds)), 500
+    )
 
 
 class _Protocol(H11Protocol):

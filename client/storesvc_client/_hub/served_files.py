@@ -1,0 +1,205 @@
+"""Files of a checkpoint that exist only while they are read.
+
+A file is a header, computed from the manifest, and the elements of tensors that follow
+each other. An item is a file without a header. A range of a file is read in these
+steps:
+
+1. The tensors that it overlaps are found by their offsets.
+2. Each is cut into windows in C order, and the first and the last one are narrowed to
+   the rows that the range needs.
+3. Windows are read together up to ``WINDOW_BYTES``, and verified by chunk.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from storesvc.format.checksums import digest
+from storesvc.format.keys import parse_item_key
+from storesvc_client._chunks.memory import cut_batches
+from storesvc_client._export.elements import (
+    Piece,
+    Source,
+    raw_bytes,
+    read_pieces,
+    windows,
+)
+from storesvc_client._export.safetensors import (
+    INDEX,
+    Tensor,
+    cut_shards,
+    index_bytes,
+    plan_safetensors,
+)
+from storesvc_client._telemetry.progress import Meter
+from storesvc_client._values.messages import UNKNOWN
+from storesvc_client._values.models import KINDS
+
+WINDOW_BYTES: Final = 32 << 20
+"""Maximum bytes that are read together, unless one row of an array has more."""
+
+_FILES: Final = frozenset({"json", "text", "bytes"})
+"""Kinds of items that are files."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServedFile:
+    """A file of a repository."""
+
+    name: str
+    header: bytes
+    """Bytes before the first tensor."""
+    tensors: Sequence[Tensor]
+    """Tensors in the order of their elements."""
+    tag: str
+    """Digest of what the bytes depend on, in hexadecimal: the ETag without quotes."""
+
+    @cached_property
+    def offsets(self) -> Sequence[int]:
+        """Offset of each tensor, and of the end."""
+        sizes = (tensor.size_bytes for tensor in self.tensors)
+        return [*accumulate(sizes, initial=len(self.header))]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.offsets[-1]
+
+
+def make_files(
+    source: Source, *, commit: str, shard_bytes: int
+) -> Mapping[str, ServedFile]:
+    """Returns the files of a checkpoint by name; reads nothing.
+
+    Args:
+        source: The checkpoint, mapped.
+        commit: Commit id of the revision: differs if any of the bytes do.
+        shard_bytes: Maximum bytes of the elements of a safetensors file.
+
+    Raises:
+        PreconditionError: A leaf is none that safetensors holds, or two have one name.
+    """
+    shards = cut_shards(source, plan_safetensors(source), shard_bytes)
+    found = [(shard.name, shard.header, shard.tensors) for shard in shards]
+    if len(shards) > 1:
+        index = index_bytes({shard.name: shard.tensors for shard in shards})
+        found.append((INDEX, index, ()))
+    found += [(name, b"", (item,)) for name, item in _find_items(source)]
+    return {
+        name: ServedFile(
+            name=name,
+            header=header,
+            tensors=tensors,
+            tag=digest(f"{commit} {name} ".encode() + header).hex(),
+        )
+        for name, header, tensors in sorted(found, key=lambda each: each[0])
+    }
+
+
+def _find_items(source: Source) -> Iterator[tuple[str, Tensor]]:
+    """Yields the items that are files. Their names have neither dots nor slashes, so
+    that no name is a path or that of a file of tensors."""
+    tree = source.tree
+    for row in range(tree.tree_count, len(tree.leaves)):
+        leaf = tree.leaves[row]
+        item, kind = parse_item_key(leaf.key), KINDS.get(leaf.kind, UNKNOWN)
+        if item.process is not None or kind not in _FILES:
+            continue
+        name = item.item
+        file = name
+        if kind == "json" or name == "config":
+            # names of items have no underscores, those of Hugging Face's files do
+            file = f"{name.replace('-', '_')}.json"
+        yield (
+            file,
+            Tensor(
+                row=row,
+                name=name,
+                dtype="uint8",
+                shape=leaf.shape,
+                chunk_shape=leaf.chunk_shape,
+                axes=None,
+                is_renamed=False,
+            ),
+        )
+
+
+class _Cut(NamedTuple):
+    """Bytes of a piece."""
+
+    piece: Piece
+    size_bytes: int
+    """Bytes of the piece."""
+    start: int
+    stop: int
+
+
+def read_range(
+    source: Source, file: ServedFile, start: int, stop: int
+) -> Iterator[memoryview]:
+    """Yields the bytes of a file from ``start`` to ``stop``.
+
+    Raises:
+        DataLossError: Stored bytes are damaged; what was yielded before is right.
+    """
+    if start < min(stop, len(file.header)):
+        yield memoryview(file.header)[start:stop]
+    meter = Meter("export", source.name)
+    cuts = _cut_range(file, start, stop)
+    for batch in cut_batches(cuts, lambda cut: cut.size_bytes, WINDOW_BYTES):
+        arrays = read_pieces(source, [cut.piece for cut in batch], meter)
+        for cut in batch:
+            # no variable holds an array while the next one is read
+            yield raw_bytes(arrays.pop(cut.piece))[cut.start : cut.stop]
+
+
+def _cut_range(file: ServedFile, start: int, stop: int) -> Iterator[_Cut]:
+    first = max(bisect_right(file.offsets, start) - 1, 0)
+    for at in range(first, len(file.tensors)):
+        offset = file.offsets[at]
+        if offset >= stop:
+            return
+        yield from _cut_tensor(
+            file.tensors[at],
+            max(start - offset, 0),
+            min(stop, file.offsets[at + 1]) - offset,
+        )
+
+
+def _cut_tensor(tensor: Tensor, start: int, stop: int) -> Iterator[_Cut]:
+    end = 0
+    regions = windows(
+        tensor.shape, tensor.chunk_shape, itemsize=tensor.itemsize, limit=WINDOW_BYTES
+    )
+    for region in regions:
+        piece = Piece(tensor.row, region)
+        begin, end = end, end + piece.size_bytes(tensor.itemsize)
+        if begin >= stop:
+            return
+        if start < end:
+            yield _narrow(
+                piece, tensor.itemsize, max(start - begin, 0), min(stop, end) - begin
+            )
+
+
+def _narrow(piece: Piece, itemsize: int, start: int, stop: int) -> _Cut:
+    """Returns the bytes of a piece of which only the rows that they need are read."""
+    size = piece.size_bytes(itemsize)
+    region = list(piece.region)
+    for axis, (low, high) in enumerate(region):
+        if high - low == 1:
+            continue
+        # all axes before are of one index, all after it are whole: rows follow each
+        # other
+        row = size // (high - low)
+        before, after = start // row, -(-stop // row)
+        region[axis] = (low + before, low + after)
+        start, stop = start - before * row, stop - before * row
+        if after - before > 1:
+            break
+        size = row
+    narrowed = Piece(piece.row, tuple(region))
+    return _Cut(narrowed, narrowed.size_bytes(itemsize), start, stop)

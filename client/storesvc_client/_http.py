@@ -24,7 +24,7 @@ from storesvc_client.errors import (
 )
 
 HOST: Final = "127.0.0.1"
-"""What is served here is reached from this machine only."""
+"""Address of all that is served here: only this machine reaches it."""
 
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 """Names of this machine in a Host header."""

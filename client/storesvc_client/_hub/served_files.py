@@ -39,7 +39,12 @@ from storesvc_client._values.messages import UNKNOWN
 from storesvc_client._values.models import KINDS
 
 WINDOW_BYTES: Final = 32 << 20
-"""Maximum bytes that are read together, unless one row of an array has more."""
+"""Maximum bytes that are read together, unless one row of chunks has more."""
+
+MOST_BYTES: Final = 96 << 20
+"""Maximum bytes of a window of a tensor whose rows of chunks are larger than
+``WINDOW_BYTES``, as of an array that was sharded over its columns: smaller windows
+would read each chunk several times."""
 
 _FILES: Final = frozenset({"json", "text", "bytes"})
 """Kinds of items that are files."""
@@ -111,7 +116,7 @@ def _find_items(source: Source) -> Iterator[tuple[str, Tensor]]:
         name = item.item
         file = name
         if kind == "json" or name == "config":
-            # names of items have no underscores, those of Hugging Face's files do
+            # names of items have no underscores, but files of Hugging Face do
             file = f"{name.replace('-', '_')}.json"
         yield (
             file,
@@ -172,7 +177,10 @@ def _cut_range(file: ServedFile, start: int, stop: int) -> Iterator[_Cut]:
 def _cut_tensor(tensor: Tensor, start: int, stop: int) -> Iterator[_Cut]:
     end = 0
     regions = windows(
-        tensor.shape, tensor.chunk_shape, itemsize=tensor.itemsize, limit=WINDOW_BYTES
+        tensor.shape,
+        tensor.chunk_shape,
+        itemsize=tensor.itemsize,
+        limit=_choose_limit(tensor),
     )
     for region in regions:
         piece = Piece(tensor.row, region)
@@ -183,6 +191,16 @@ def _cut_tensor(tensor: Tensor, start: int, stop: int) -> Iterator[_Cut]:
             yield _narrow(
                 piece, tensor.itemsize, max(start - begin, 0), min(stop, end) - begin
             )
+
+
+def _choose_limit(tensor: Tensor) -> int:
+    """Returns the maximum bytes of a window: a row of chunks fits, if possible."""
+    inner = tensor.size_bytes
+    for size, chunk in zip(tensor.shape, tensor.chunk_shape, strict=True):
+        inner //= max(size, 1)
+        if chunk * inner <= MOST_BYTES:
+            return max(WINDOW_BYTES, chunk * inner)
+    return WINDOW_BYTES
 
 
 def _narrow(piece: Piece, itemsize: int, start: int, stop: int) -> _Cut:

@@ -49,7 +49,7 @@ class UnknownRevisionError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What makes files of a checkpoint; the same for all of them."""
+    """Options that make files of checkpoints; the same for all of them."""
 
     rules: Rules | None = None
     """Rules of the mapping; None serves the stored tree."""
@@ -76,7 +76,7 @@ class Snapshot:
     reader: CheckpointReader
 
     def read(self, file: ServedFile, start: int, stop: int) -> Generator[memoryview]:
-        """Yields bytes of a file; the checkpoint is held meanwhile.
+        """Yields bytes of a file; the checkpoint is held until the end.
 
         Raises:
             StoreError: The bytes cannot be read, or are damaged.

@@ -107,7 +107,7 @@ class StreamedResponse(Response):
                             }
                         )
             finally:
-                # no error of it is forgotten, and nobody waits for it
+                # asyncio reports no error that is left behind when a client goes away
                 reading.add_done_callback(_take_error)
             piece = await reading
         if not gone.done():

@@ -9,8 +9,8 @@ import httpx
 import uvicorn
 
 import storesvc_client as store
-from storesvc_client.console.app import create_app
 from storesvc_client._http import bound_socket, configuration
+from storesvc_client.console.app import create_app
 
 KEY = "key-of-the-tests"
 

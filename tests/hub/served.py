@@ -1,6 +1,7 @@
 """A hub on a real socket, in a thread of this process."""
 
 import threading
+from secrets import token_urlsafe
 from types import TracebackType
 from typing import Self
 
@@ -21,12 +22,17 @@ class ServedHub:
     def __init__(self, client: store.Client, view: View | None = None) -> None:
         self._socket = bound_socket(0)
         self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        app = create_app(client, view or View())
+        self.token = token_urlsafe(32)
+        app = create_app(client, view or View(), token=self.token)
         self._server = uvicorn.Server(configuration(app))
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), daemon=True
         )
-        self.http = httpx.Client(base_url=self.address, timeout=SECONDS)
+        self.http = httpx.Client(
+            base_url=self.address,
+            timeout=SECONDS,
+            headers={"Authorization": f"Bearer {self.token}"},
+        )
 
     @property
     def port(self) -> int:

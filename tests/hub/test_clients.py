@@ -52,7 +52,7 @@ def flat(seed: int = 0) -> dict[str, Any]:
 @pytest.fixture
 def api(hub: ServedHub) -> HfApi:
     """The client of the Hub."""
-    return HfApi(endpoint=hub.address, token=False)
+    return HfApi(endpoint=hub.address, token=hub.token)
 
 
 def test_a_snapshot_has_the_bytes_of_the_export(
@@ -62,7 +62,7 @@ def test_a_snapshot_has_the_bytes_of_the_export(
     opened.run(NAME).export("best", f"safetensors:{exported}", drop_items=True)
 
     folder = snapshot_download(
-        NAME, revision="best", endpoint=hub.address, cache_dir=tmp_path, token=False
+        NAME, revision="best", endpoint=hub.address, cache_dir=tmp_path, token=hub.token
     )
 
     found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -91,7 +91,7 @@ def test_a_revision_is_a_tag_or_a_step(
         revision=revision,
         endpoint=hub.address,
         cache_dir=tmp_path,
-        token=False,
+        token=hub.token,
     )
 
     assert is_equal(flat(seed), read_all(Path(file)))
@@ -106,7 +106,7 @@ def test_a_second_download_is_answered_by_the_cache(
             "model.safetensors",
             endpoint=hub.address,
             cache_dir=tmp_path,
-            token=False,
+            token=hub.token,
         )
 
     first = download()
@@ -142,7 +142,7 @@ def test_a_commit_that_was_given_out_by_another_hub_is_found(
 ) -> None:
     commit = api.model_info(NAME, revision="best").sha
     with ServedHub(opened) as another:
-        found = HfApi(endpoint=another.address, token=False).model_info(
+        found = HfApi(endpoint=another.address, token=another.token).model_info(
             NAME, revision=commit
         )
 
@@ -165,7 +165,9 @@ def test_a_file_system_reads_ranges(
     hub: ServedHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     whole = hub.http.get(f"/{NAME}/resolve/best/model.safetensors").content
-    files = HfFileSystem(endpoint=hub.address, token=False, skip_instance_cache=True)
+    files = HfFileSystem(
+        endpoint=hub.address, token=hub.token, skip_instance_cache=True
+    )
 
     with files.open(f"{NAME}@best/model.safetensors", block_size=1000) as file:
         file.seek(500)
@@ -183,7 +185,7 @@ def test_shards_have_an_index(opened: store.Client, tmp_path: Path) -> None:
 
     with ServedHub(opened, View(shard_bytes=1200)) as hub:
         folder = snapshot_download(
-            NAME, endpoint=hub.address, cache_dir=tmp_path, token=False
+            NAME, endpoint=hub.address, cache_dir=tmp_path, token=hub.token
         )
 
     found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -206,10 +208,10 @@ def test_a_mapping_makes_the_files(mapped: store.Client, tmp_path: Path) -> None
         ServedHub(mapped, View(rules=load_rules(UNSTACKED))) as hub,
     ):
         folder = snapshot_download(
-            NAME, endpoint=hub.address, cache_dir=tmp_path, token=False
+            NAME, endpoint=hub.address, cache_dir=tmp_path, token=hub.token
         )
         commits = {
-            HfApi(endpoint=each.address, token=False).model_info(NAME).sha
+            HfApi(endpoint=each.address, token=each.token).model_info(NAME).sha
             for each in (plain, hub)
         }
         file = "/prod/llama-8b/resolve/main/model.safetensors"
@@ -230,7 +232,7 @@ def test_selected_leaves_are_served(mapped: store.Client, tmp_path: Path) -> Non
             "model.safetensors",
             endpoint=hub.address,
             cache_dir=tmp_path,
-            token=False,
+            token=hub.token,
         )
 
     assert {"params.layers.qkv", "params.embed"} == read_all(Path(file)).keys()

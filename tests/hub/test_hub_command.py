@@ -26,13 +26,15 @@ def test_it_serves_what_hf_endpoint_names(root: Path, tmp_path: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        address = process.stdout.readline().strip()
+        line = process.stdout.readline()
+        settings = dict(each.split("=", 1) for each in line.split()[1:])
+        assert ["HF_ENDPOINT", "HF_TOKEN"] == list(settings)
         ran = subprocess.run(
             [sys.executable, "-c", DOWNLOAD],
             capture_output=True,
             text=True,
             check=True,
-            env=os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path)},
+            env=os.environ | settings | {"HF_HOME": str(tmp_path)},
         )
         process.send_signal(signal.SIGINT)
         _, notes = process.communicate(timeout=60)

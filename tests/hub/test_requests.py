@@ -155,7 +155,8 @@ def test_conditions(hub: ServedHub, whole: bytes) -> None:
 )
 def test_hostile_paths_are_not_found(hub: ServedHub, path: str) -> None:
     with socket.create_connection(("127.0.0.1", hub.port), timeout=30) as connection:
-        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        headers = f"Host: localhost\r\nAuthorization: Bearer {hub.token}\r\n"
+        request = f"GET {path} HTTP/1.1\r\n{headers}Connection: close\r\n\r\n"
         connection.sendall(request.encode())
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
@@ -361,3 +362,24 @@ def test_a_chunk_of_an_array_sharded_by_columns_is_read_once(
 
             assert found.endswith(array.tobytes())
             assert gcs.sent_bytes <= 1.05 * len(found)
+
+
+@pytest.mark.parametrize(
+    "sent", [None, "", "Bearer", "Bearer wrong", "Basic eDp5", "Bearer {token}x", "é"]
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+def test_a_request_without_the_token_learns_nothing(
+    hub: ServedHub, sent: str | None, method: str
+) -> None:
+    """Other users of the machine do not learn which runs exist, either."""
+    headers = {}
+    if sent is not None:
+        headers = {b"Authorization": sent.format(token=hub.token).encode("latin-1")}
+    answers = [
+        httpx.request(method, f"{hub.address}{path}", headers=headers)
+        for path in (FILE, f"/api/models/{NAME}", "/prod/absent/resolve/main/x", "/x")
+    ]
+
+    assert {401} == {each.status_code for each in answers}
+    assert 1 == len({each.content for each in answers})
+    assert {"Bearer"} == {each.headers["www-authenticate"] for each in answers}

@@ -1,6 +1,6 @@
 """The application: the part of the Hub's API that clients read models with.
 
->>> app = create_app(client, View(rules=rules))
+>>> app = create_app(client, View(rules=rules), token="secret")
 
 Source of the API: the requests that ``huggingface_hub`` 2.4 makes. Errors have the
 headers X-Error-Code and X-Error-Message, from which it makes its exceptions. Nothing is
@@ -9,6 +9,7 @@ among those that the checkpoint has.
 """
 
 import asyncio
+import hmac
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -54,12 +55,14 @@ _REVISION_REASONS: Final = frozenset(
 _log = logging.getLogger("storesvc_client")
 
 
-def create_app(client: Client, view: View) -> ASGIApp:
+def create_app(client: Client, view: View, *, token: str) -> ASGIApp:
     """Returns the hub as an ASGI application.
 
     Args:
         client: Client of the store, with the identity that reads; stays open.
         view: What makes files of a checkpoint.
+        token: Secret that each request must have, as clients send ``HF_TOKEN``: other
+            users of this machine can connect, too.
     """
     hub = _Hub(Snapshots(client, view))
     model = "/api/models/{namespace}/{run}"
@@ -81,24 +84,34 @@ def create_app(client: Client, view: View) -> ASGIApp:
             Exception: _answer_defect,
         },
     )
-    return _Guard(app)
+    return _Guard(app, token)
 
 
 class _Guard:
-    """Lets requests pass that name this machine as their host."""
+    """Lets requests pass that name this machine as their host, and have the token."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
+        self._expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or passes it on."""
         answering = self._app
-        if scope["type"] == "http" and not is_loopback(
-            Request(scope).headers.get("host", "")
-        ):
-            answering = _make_error(
-                403, "", "expected the name of this machine as the host"
-            )
+        if scope["type"] == "http":
+            headers = Request(scope).headers
+            given = headers.get("authorization", "").encode()
+            if not is_loopback(headers.get("host", "")):
+                answering = _make_error(
+                    403, "", "expected the name of this machine as the host"
+                )
+            elif not hmac.compare_digest(given, self._expected):
+                answering = _make_error(
+                    401,
+                    "",
+                    "expected the token of this hub; set HF_TOKEN as storectl hub "
+                    "prints it",
+                    {"WWW-Authenticate": "Bearer"},
+                )
         await answering(scope, receive, send)
 
 

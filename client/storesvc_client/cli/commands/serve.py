@@ -9,6 +9,7 @@ from contextlib import closing
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Final, Literal
 
 import click
@@ -405,10 +406,10 @@ def hub(
 ) -> None:
     """Serve checkpoints as Hugging Face repositories, until Ctrl-C.
 
-    Prints the address for HF_ENDPOINT. A run is a repository; a revision is main, a tag
-    or a step. Files are made while they are read, and nothing can be changed. Only this
-    machine can connect, each of its users, and reads what the identity of storectl may
-    read.
+    Prints HF_ENDPOINT and HF_TOKEN for the clients; if HF_TOKEN is set, it is the
+    token. A run is a repository; a revision is main, a tag or a step. Files are made
+    while they are read, and nothing can be changed. Only this machine can connect, and
+    reads what the identity of storectl may read.
 
     \b
     Examples:
@@ -430,10 +431,13 @@ def hub(
             select=select,
             shard_bytes=max_shard or MAX_SHARD_BYTES,
         )
+        known = os.environ.get("HF_TOKEN", "").strip()
+        token = known or token_urlsafe(32)
         with closing(_bind(port)) as listening:
-            click.echo(f"http://{HOST}:{listening.getsockname()[1]}")
+            line = f"export HF_ENDPOINT=http://{HOST}:{listening.getsockname()[1]}"
+            click.echo(line if known else f"{line} HF_TOKEN={token}")
             print_note(f"hub of {resolved.target}; Ctrl-C ends it")
-            serve_files(create_app(client, view), listening)
+            serve_files(create_app(client, view, token=token), listening)
 
 
 def _check_packages(what: str, needed: Sequence[str]) -> None:

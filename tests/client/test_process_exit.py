@@ -34,7 +34,7 @@ def _command(script: str, url: object, *, dev: bool = False) -> list[str]:
 
 
 _ABORT: Final = re.compile(
-    r"^(F\d+ .* ev_epoll1_linux.cc:.*KICKED|\*{3} Check failure stack trace: )"
+    r"^(F\d+ .* ev_epoll1_linux\.cc:\d+\] |\*{3} Check failure stack trace: )"
 )
 """Lines of a forked child that gRPC's own handler of forks has aborted."""
 

@@ -309,15 +309,15 @@ class _Handler(BaseHTTPRequestHandler):
                 answer = replace(answer, body=half)
         elif fault is not None:
             answer = _error(fault.status, "", "Fault of a test", fault.headers)
+        body = b"" if self.command == "HEAD" else answer.body
+        sent = body[: len(body) // 2] if is_cut else body
+        self._record(answer.status, len(sent))  # before the client goes on
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
-        body = b"" if self.command == "HEAD" else answer.body
-        sent = body[: len(body) // 2] if is_cut else body
         self.wfile.write(sent)
-        self._record(answer.status, len(sent))
         self.close_connection = self.close_connection or is_cut
 
     def do_HEAD(self) -> None:

@@ -295,7 +295,7 @@ def test_a_failed_read_cancels_the_others_and_releases_all(
             if "storesvc-direct" in each.name:
                 each.join(30)
                 assert not each.is_alive()
-        # sockets of earlier tests may have been closed meanwhile
+        # sockets of earlier tests may have been closed by now
         assert files >= len(list(Path("/proc/self/fd").iterdir()))
 
 

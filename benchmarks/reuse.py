@@ -1,4 +1,4 @@
-"""What the search for equal chunks costs a save in which all leaves have changed.
+"""Measures the search for equal chunks in a save whose leaves have all changed.
 
     python -m benchmarks reuse [--rounds 40] [--only mesh inner ...]
 

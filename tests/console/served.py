@@ -1,20 +1,15 @@
 """A console on a real socket, in a thread of this process."""
 
-import threading
 from html.parser import HTMLParser
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
-import uvicorn
 
 import storesvc_client as store
-from storesvc_client._http import bound_socket, configuration
 from storesvc_client.console.app import create_app
+from tests.support.served_app import ServedApp
 
 KEY = "key-of-the-tests"
-
-SECONDS = 120.0
 
 
 class Elements(HTMLParser):
@@ -38,28 +33,21 @@ class Elements(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-class ServedConsole:
+class ServedConsole(ServedApp):
     """Serves the console of a store while the context lasts."""
 
     def __init__(self, client: store.Client, *, name: str = "the store") -> None:
-        self._socket = bound_socket(0)
-        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        app = create_app(client, key=KEY, store=name)
-        self._server = uvicorn.Server(configuration(app))
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), daemon=True
-        )
-        self.http = httpx.Client(
-            base_url=self.address,
+        super().__init__()
+        self.serve(
+            create_app(client, key=KEY, store=name),
             cookies={self.cookie: KEY},
             headers={"Origin": self.address},
-            timeout=SECONDS,
         )
 
     @property
     def cookie(self) -> str:
         """Name of the cookie with the key."""
-        return f"storesvc-console-{self._socket.getsockname()[1]}"
+        return f"storesvc-console-{self.port}"
 
     @property
     def entrance(self) -> str:
@@ -85,18 +73,3 @@ class ServedConsole:
         response = self.http.get(f"{path}{'&' if '?' in path else '?'}json")
         assert 200 == response.status_code, response.text
         return response.json()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.http.close()
-        self._server.should_exit = True
-        self._thread.join(SECONDS)
-        self._socket.close()

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from safetensors import safe_open
 
 import storesvc_client as store
-from tests.export.parts import Save, bits
+from tests.export.parts import Save, bits, data_files, flip
 from tests.support.safetensors_files import load_file
 
 LAYERS, SIZE, VALUES = 3, 8, 4
@@ -138,20 +137,38 @@ def test_rules_that_do_not_fit_write_nothing(
     assert not (tmp_path / "x").exists()
 
 
-def test_an_export_by_other_rules_is_not_continued(
-    opened: store.OpenCheckpoint, tmp_path: Path
-) -> None:
-    """The record of complete shards names the plan, of which the rules are a part."""
-    swapped = UNSTACKED["rules"][0]["to"][::-1]
-    other = UNSTACKED | {
-        "rules": [UNSTACKED["rules"][0] | {"to": swapped}, *UNSTACKED["rules"][1:]]
-    }
+def test_an_export_by_other_rules_is_not_continued(saved: Save, tmp_path: Path) -> None:
+    """Names and shapes of both are the same: only the rules differ."""
+    opened = saved(
+        (tmp_path / "store").as_uri(),
+        {name: np.full((1 << 20,), at, np.float32) for at, name in enumerate("abc")},
+    )
+    target, size = f"safetensors:{tmp_path}/hf", 4 << 20
 
-    def mapped_by(rules: dict[str, Any], place: Path) -> str:
-        opened.export(f"safetensors:{place}", mapping=rules, drop_items=True)
-        with safe_open(place / "model.safetensors", "np") as file:
-            return str(file.metadata()["storesvc.mapping"])
+    def rules(**names: str) -> dict[str, Any]:
+        made = [{"from": old, "to": new} for old, new in names.items()]
+        return {"version": 1, "rules": made}
 
-    first = mapped_by(UNSTACKED, tmp_path / "a")
-    assert first == mapped_by({**UNSTACKED}, tmp_path / "b")
-    assert first != mapped_by(other, tmp_path / "c")
+    def finish(mapping: dict[str, Any]) -> set[str]:
+        report = opened.export(target, mapping=mapping, max_shard_bytes=size)
+        return {file for file in report.files if file.endswith(".safetensors")}
+
+    first, other = rules(a="x", b="y", c="z"), rules(a="y", b="x", c="z")
+    damaged = find_file_with(tmp_path / "store", np.full((1 << 10,), 2, np.float32))
+    whole = damaged.read_bytes()
+    at = whole.index(np.full((1 << 10,), 2, np.float32).tobytes())
+    flip(damaged, at)
+    with pytest.raises(store.DataLossError, match="leaf 'c'"):
+        finish(first)
+    assert (tmp_path / "hf" / "model-00001-of-00003.safetensors").exists()
+    damaged.write_bytes(whole)
+
+    files = finish(other)
+
+    found = {k: v[0] for f in files for k, v in load_file(tmp_path / "hf" / f).items()}
+    assert {"x": 1, "y": 0, "z": 2} == found
+
+
+def find_file_with(root: Path, values: np.ndarray[Any, Any]) -> Path:
+    """Returns the data file with some elements."""
+    return next(f for f in data_files(root) if values.tobytes() in f.read_bytes())

@@ -1,4 +1,4 @@
-"""What a hub answers to requests, byte by byte; ranges, denials, hostile requests."""
+"""Responses of a hub, byte by byte: ranges, denials, hostile requests."""
 
 import contextlib
 import socket

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -290,7 +291,7 @@ def reads_mapped(target: str) -> dict[str, Any]:
         outcome["errors"] = []
         for number, given in enumerate(((other, ALL), (rules, SPREAD))):
             sync_global_devices(f"act {number}")
-            outcome["errors"].append(get_error(lambda given=given: restore(*given)))  # type: ignore[misc]
+            outcome["errors"].append(get_error(partial(restore, *given)))
     return outcome
 
 

@@ -325,6 +325,26 @@ def json_option(command: _Command) -> _Command:
     )(command)
 
 
+def mapping_option(command: _Command) -> _Command:
+    """Adds the option ``--map`` to a command, as its argument ``mapping``."""
+    return click.option(
+        "--map",
+        "mapping",
+        metavar="FILE",
+        help="Rules that make another tree, in TOML or JSON; see storectl map.",
+    )(command)
+
+
+def max_shard_option(command: _Command) -> _Command:
+    """Adds the option ``--max-shard`` to a command, in bytes."""
+    return click.option(
+        "--max-shard",
+        type=size,
+        metavar="SIZE",
+        help="Maximum size of a safetensors file: 5GB by default.",
+    )(command)
+
+
 def expand_option(command: _Command) -> _Command:
     """Adds the option ``--expand`` to a command."""
     text = "Show each of numbered siblings that are alike."

@@ -18,7 +18,8 @@ from click.core import ParameterSource
 from storesvc_client.cli.arguments import (
     WholeNumber,
     duration,
-    size,
+    mapping_option,
+    max_shard_option,
     store_root,
     store_target,
 )
@@ -377,24 +378,14 @@ def console(connection: Connection, *, port: int) -> None:
     show_default=True,
     help="Port on this machine; 0 chooses a free one.",
 )
-@click.option(
-    "--map",
-    "mapping",
-    metavar="FILE",
-    help="Rules that make another tree, in TOML or JSON; see storectl map.",
-)
+@mapping_option
 @click.option(
     "--select",
     multiple=True,
     metavar="GLOB",
     help="Serve leaves that match only; may be repeated.",
 )
-@click.option(
-    "--max-shard",
-    type=size,
-    metavar="SIZE",
-    help="Maximum size of a safetensors file: 5GB by default.",
-)
+@max_shard_option
 @pass_connection
 def hub(
     connection: Connection,

@@ -15,9 +15,10 @@ from storesvc_client.cli.arguments import (
     foreign_options,
     json_option,
     label,
+    mapping_option,
+    max_shard_option,
     path_argument,
     run_path,
-    size,
     whole_checkpoint,
 )
 from storesvc_client.cli.completion import Part, complete_path
@@ -175,12 +176,7 @@ def _copy_checkpoints(
     help="Export leaves that match only; may be repeated.",
 )
 @click.option("--dtype", help="Cast floating-point arrays, such as to bf16.")
-@click.option(
-    "--map",
-    "mapping",
-    metavar="FILE",
-    help="Rules that make another tree, in TOML or JSON; see storectl map.",
-)
+@mapping_option
 @click.option(
     "--rename",
     metavar="FILE.json",
@@ -194,12 +190,7 @@ def _copy_checkpoints(
 @click.option(
     "--item", metavar="NAME", help='Item of Orbax: by default "default", in v1 "state".'
 )
-@click.option(
-    "--max-shard",
-    type=size,
-    metavar="SIZE",
-    help="Maximum size of a safetensors file: 5GB by default.",
-)
+@max_shard_option
 @click.option(
     "--drop-items", is_flag=True, help="Leave out items that the format cannot hold."
 )

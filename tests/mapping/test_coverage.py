@@ -1,6 +1,7 @@
 """Rules that do not fit a tree are rejected with all names, before anything is read."""
 
 import re
+import tomllib
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,20 @@ def test_leaves_that_no_rule_takes_are_named_with_the_rule_to_add() -> None:
     text = refusal([{"from": "layers/{n:int}/q", "to": "q/{n}"}])
 
     assert "none for layers/0/k, layers/1/k, layers/2/k; nearest: rule 1" in text
-    assert 'add {from = "layers/0/k", to = ...}' in text
+
+
+@pytest.mark.parametrize("key", ["k", 'a "b"', "{x}", "é\\"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_rules_that_an_error_advises_fit(key: str, number: int) -> None:
+    arrays = {"w": W, key: W}
+    rules: list[dict[str, Any]] = [{"from": "w", "to": "v"}]
+
+    text = refusal(rules, arrays)
+    advised = re.findall(r"(?s)\{from = .*?(?:true|\")\}", text)
+    rule = tomllib.loads(f"rule = {advised[number]}")["rule"]
+
+    keys = [leaf.key for leaf in plan([*rules, rule], arrays).tree.leaves]
+    assert sorted([["v", key], ["v"]][number]) == keys
 
 
 def test_what_no_rule_takes_is_kept_or_dropped_only_if_the_document_says_so() -> None:

@@ -11,6 +11,7 @@ one error.
 3. The arrays get the keys of ``to``, and become the rows of a tree.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -200,10 +201,11 @@ class _Planner:
         texts = {str(t): rule for rule in self._rules.rules for t in rule.sources}
         near = nearest_keys(keys[0], texts)[:1]
         nearest = "".join(f"; nearest: {texts[text].place} ({text})" for text in near)
+        key = json.dumps(str(Template((keys[0],))))
         self._problems.append(
             f"expected a rule for each leaf, got none for {names}{more}{nearest}; add "
-            f'{{from = "{Template((keys[0],))}", to = ...}}, the same with '
-            'drop = true, or otherwise = "keep" for the document'
+            f"{{from = {key}, to = {key}}} with its new key, or "
+            f'{{from = {key}, drop = true}}, or otherwise = "keep" for the document'
         )
 
     def _report_unused(self, rule: Rule) -> None:

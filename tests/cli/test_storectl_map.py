@@ -76,7 +76,25 @@ def test_the_leaves_are_shown_with_what_they_are_made_of(
         "from": [f"model/layers/{n}/w" for n in range(3)],
         "rule": "rule 1",
         "operations": ["transpose [1, 0]", 'stack {"axis": 0, "by": "n"}'],
+        "is_computed": False,
     } == found["leaves"][1]
+
+
+def test_a_leaf_that_is_computed_is_shown_as_such(address: str, rules: str) -> None:
+    keys = [f"model/layers/{n}/w" for n in range(3)]
+    text = "version = 1\notherwise = 'drop'\n[[rules]]\n"
+    merge = "[{lora_merge = {scale = 2}}]"
+    Path(rules).write_text(f"{text}from = {keys}\nto = 'w'\noperations = {merge}\n")
+    with store.connect(address) as client:
+        square = {str(n): {"w": np.ones((4, 4), np.float32)} for n in range(3)}
+        tree = {"model": {"layers": square}}
+        client.run("mapped/adapted").save(20, tree).result()
+
+    _, row = table(printed(address, "map", "show", rules, "mapped/adapted@20"))
+    found = document(address, "map", "show", rules, "mapped/adapted@20")
+
+    assert row[-1].startswith('computed: lora_merge {"scale": 2')
+    assert found["leaves"][0]["is_computed"]
 
 
 def test_rules_that_do_not_fit_are_refused_with_all_names(

@@ -3,7 +3,8 @@
 Each expression has a shape and a dtype. ``requests`` returns the regions of stored
 arrays that a region of it needs, ``build`` makes that region of their elements, which
 it gets in the same order. So a part of the target reads what it needs, and nothing
-more. No expression computes with elements; ``Cast`` alone changes them.
+more. No expression here computes with elements, ``arithmetic.py`` has some that do;
+``Cast`` alone changes them.
 
 >>> stored = Source("float32", (4, 6), row=0, kind=0, stored_chunk_shape=(4, 6))
 >>> swapped = Transpose.make(stored, [1, 0])

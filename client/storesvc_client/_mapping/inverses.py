@@ -19,6 +19,7 @@ from storesvc.format.trees import Tree
 from storesvc_client._mapping.expressions import Expression
 from storesvc_client._mapping.planning import MappedTree, Streams, plan_mapping
 from storesvc_client._mapping.rules import (
+    COMPUTING,
     VERSION,
     Document,
     Rule,
@@ -82,6 +83,11 @@ def _invert_rule(rule: Rule, steps: Sequence[Streams]) -> dict[str, Any]:
         width = follow(operation, known, width)
     if width < len(rule.targets):
         raise ValueError("it makes several leaves of one, which may differ later")
+    if computing := [each for each in rule.operations if each.name in COMPUTING]:
+        raise ValueError(
+            f"{computing[0].name} computes, and its result does not contain what it "
+            "was made of"
+        )
     operations = [
         inverse
         for operation, before in zip(rule.operations, steps, strict=False)

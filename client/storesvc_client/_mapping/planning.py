@@ -26,6 +26,11 @@ from storesvc.format.keys import (
     split_key,
 )
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._mapping.arithmetic import (
+    Dequantize,
+    DequantizeMxfp4,
+    LoraMerge,
+)
 from storesvc_client._mapping.expressions import (
     Cast,
     Expression,
@@ -38,7 +43,7 @@ from storesvc_client._mapping.expressions import (
     Transpose,
     check_axis,
 )
-from storesvc_client._mapping.rules import Operation, Rule, Rules
+from storesvc_client._mapping.rules import COMPUTING, Operation, Rule, Rules
 from storesvc_client._mapping.templates import Template, Value
 from storesvc_client._values.key_patterns import nearest_keys
 from storesvc_client.errors import InvalidRequestError, MismatchError
@@ -70,6 +75,12 @@ class MappedLeaf:
     expression: Expression
     rule: Rule | None
     """The rule that makes it; None: it is kept."""
+
+    @property
+    def is_computed(self) -> bool:
+        """True if its elements are results of arithmetic."""
+        operations = () if self.rule is None else self.rule.operations
+        return any(each.name in COMPUTING for each in operations)
 
 
 @dataclass(frozen=True)
@@ -371,9 +382,9 @@ def _operate(operation: Operation, streams: Streams) -> Streams:
             return _stack(streams, given["by"], given["axis"])
         case "unstack":
             return _unstack(streams, given["by"], given["axis"])
-        case "concatenate":
+        case name if name in _JOINS:
             return {
-                binding: (_name_leaf(binding, Join.make, each, given["axis"]),)
+                binding: (_name_leaf(binding, _JOINS[name], each, **given),)
                 for binding, each in streams.items()
             }
         case "split":
@@ -484,3 +495,11 @@ _CHANGES: Final[Mapping[str, Callable[[Expression, Mapping[str, Any]], Expressio
     "permute_heads": _permute_heads,
 }
 """Operations that change each array by itself."""
+
+_JOINS: Final[Mapping[str, Callable[..., Expression]]] = {
+    "concatenate": Join.make,
+    "lora_merge": LoraMerge.make,
+    "dequantize": Dequantize.make,
+    "dequantize_mxfp4": DequantizeMxfp4.make,
+}
+"""Operations that make one array of several."""

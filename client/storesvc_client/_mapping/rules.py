@@ -60,6 +60,7 @@ class Check(NamedTuple):
 
     expected: str
     accepts: Callable[[Any], bool]
+    is_required: bool = True
 
 
 def _is_integer(value: object) -> bool:
@@ -101,8 +102,21 @@ OPERATIONS: Final[Mapping[str, Check | Mapping[str, Check]]] = {
     "split": {"axis": _INTEGER, "sizes": _SIZES},
     "repeat": {"axis": _INTEGER, "times": _INTEGER},
     "permute_heads": {"axis": _INTEGER, "heads": _INTEGER, "from": _LAYOUT},
+    "lora_merge": {
+        "scale": _NUMBER,
+        "fan_in_fan_out": _FLAG._replace(is_required=False),
+    },
+    "dequantize": {"block": _SIZES, "to": _DTYPE},
+    "dequantize_mxfp4": {"to": _DTYPE},
 }
 """The argument of each operation, or its arguments by name."""
+
+COMPUTING: Final[Mapping[str, int]] = {
+    "lora_merge": 3,
+    "dequantize": 2,
+    "dequantize_mxfp4": 2,
+}
+"""The operations that compute with elements, and how many arrays each makes one of."""
 
 _DEFAULT: Final = {"shape": _SIZES, "dtype": _DTYPE, "value": _NUMBER}
 
@@ -310,6 +324,12 @@ def follow(operation: Operation, known: dict[str, str], width: int) -> int:
             if width != 1:
                 raise ValueError(f"split: expected one array, got {width}")
             return len(sizes)
+        case name, _ if name in COMPUTING:
+            if width != COMPUTING[name]:
+                raise ValueError(
+                    f"{name}: expected {COMPUTING[name]} keys in from, got {width}"
+                )
+            return 1
         case _:
             pass
     return width
@@ -344,9 +364,10 @@ def _check_value(place: str, value: Any, check: Check) -> Any:
 def _check_fields(
     place: str, value: object, checks: Mapping[str, Check]
 ) -> dict[str, Any]:
-    found = _table(place, value, frozenset(checks), frozenset(checks))
-    for key, check in checks.items():
-        _check_value(f"{place}: {key}", found[key], check)
+    required = frozenset(key for key, check in checks.items() if check.is_required)
+    found = _table(place, value, frozenset(checks), required)
+    for key, given in found.items():
+        _check_value(f"{place}: {key}", given, checks[key])
     return found
 
 

@@ -83,6 +83,7 @@ def _document(reader: "MappedReader", mapped: "MappedLeaf") -> dict[str, Any]:
         "from": [stored[row].key for row in rows],
         "rule": None if mapped.rule is None else mapped.rule.place,
         "operations": [str(each) for each in operations],
+        "is_computed": mapped.is_computed,
     }
 
 
@@ -92,7 +93,8 @@ def _row(leaf: dict[str, Any]) -> tuple[str, ...]:
         leaf["key"],
         leaf["dtype"] + sizes_text(leaf["shape"]),
         f"{first} and {len(others):,} more" if others else first,
-        "; ".join(leaf["operations"]) or ABSENT,
+        ("computed: " if leaf["is_computed"] else "")
+        + ("; ".join(leaf["operations"]) or ABSENT),
     )
 
 

@@ -72,7 +72,6 @@ class FairSemaphore:
 
         Args:
             peer: Host of the client, or the namespace of the request.
-            weight: Weight of the work.
 
         Raises:
             LimitExceededError: No capacity became free in time.
@@ -143,7 +142,6 @@ class ByteCache(Generic[K, V]):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the cached values in bytes."""
         return int(self._kept.currsize)
 
     async def get(self, key: K, load: Callable[[], Coroutine[Any, Any, V]]) -> V:
@@ -193,8 +191,6 @@ async def offload(
     Args:
         rows: Chunks or leaves that it works on.
         function: The computation; it must not wait for anything.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
     """
     if rows <= SMALL_ROWS:
         return function(*args, **kwargs)

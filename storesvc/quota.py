@@ -61,11 +61,6 @@ class Bucket:
     def take(self, rate: float, *, now: float, most_seconds: float) -> float | None:
         """Takes a turn, and returns the time until it; None: the wait would be longer
         than the maximum, and no turn is taken.
-
-        Args:
-            rate: Calls a second.
-            now: The time.
-            most_seconds: Maximum wait.
         """
         level = self._fill_level(rate, now) - 1.0
         wait = max(0.0, -level / rate)
@@ -279,7 +274,6 @@ class Quotas:
         """Counts bytes that an upload sends; see ``reserve``.
 
         Args:
-            upload: The upload.
             size_bytes: The bytes.
             tree_bytes: What it reserves if it is not known here, as after a restart.
 
@@ -302,7 +296,6 @@ class Quotas:
         await self.reserve(upload, listed + found.sent)
 
     async def describe(self, namespace: str) -> list[access_api.Quota]:
-        """Returns the quotas of a namespace and of the caller, with their usage."""
         found: list[access_api.Quota] = []
         now = self.clock()
         for scope, rule in self._list_scopes(namespace, principal_name()):

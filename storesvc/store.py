@@ -73,7 +73,6 @@ class Store:
         """Returns the store of a bucket; creates one if the bucket has none.
 
         Args:
-            bucket: The bucket.
             clock: Clock for the time stamps of records; None: the system's.
             is_read_only: True to write nothing to an existing store.
 

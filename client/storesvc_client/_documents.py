@@ -34,8 +34,6 @@ def list_usages(
     """Returns what each run uses, by name, also runs that have only uploads.
 
     Args:
-        client: Client of the store.
-        namespace: The namespace; None: all.
         on_damage: Called with the error of each damaged record of a run or an upload.
     """
     from storesvc_client import DataLossError, NotFoundError
@@ -103,7 +101,6 @@ def contents(opened: "OpenCheckpoint | ForeignCheckpoint") -> dict[str, Any]:
 
 
 def leaf_document(leaf: "LeafInfo") -> dict[str, Any]:
-    """Returns the document of a leaf."""
     document: dict[str, Any] = json_value(leaf)
     return document | {"chunk_grid": chunk_grid(leaf)}
 

@@ -55,7 +55,6 @@ def is_loopback(host: str) -> bool:
 
 
 def http_status(error: StoreError) -> int:
-    """Returns the HTTP status of an error of the store."""
     return next(
         (status for kinds, status in _STATUSES if isinstance(error, kinds)), 500
     )
@@ -65,7 +64,6 @@ class _Protocol(H11Protocol):
     """Closes a connection whose request does not arrive whole in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to look at the connection."""
         super().connection_made(transport)
         self._look(None)
 

@@ -396,7 +396,6 @@ class AuditObserver:
 
 
 def entry_fields(call: Call, *, stage: str) -> Mapping[str, Any]:
-    """Returns the values of an entry."""
     missing = {} if call.missing is None else {"missing": _values(call.missing)}
     return {
         "time": now_text(),

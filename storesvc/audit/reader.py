@@ -217,7 +217,6 @@ class AuditFilter:
     """Time before which the entries were made."""
 
     def matches(self, entry: Entry) -> bool:
-        """Returns whether an entry is chosen."""
         return (
             self.principal in ("", entry.principal)
             and self.method in ("", entry.method)
@@ -447,7 +446,6 @@ class Bookmark:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the bookmark of a text."""
         found = _BOOKMARK.fullmatch(text)
         if found is None:
             raise InvalidNameError("expected the place of an audit entry")
@@ -487,7 +485,6 @@ class AuditReader:
         Args:
             wanted: The filter; lines that are no entries match every filter.
             after: Where the page before ended; None: the first page.
-            size: Maximum number of entries.
 
         Raises:
             InvalidPageTokenError: The log was rotated since the page before.
@@ -562,7 +559,6 @@ class AuditReader:
         return hashlib.blake2b(first, digest_size=_DIGEST_BYTES).hexdigest()
 
     def _bytes(self, file: int, start: int, end: int) -> bytes:
-        """Reads a part of a file."""
         parts = list[bytes]()
         while start < end:
             part = os.pread(file, end - start, start)

@@ -50,7 +50,6 @@ def certificate_principal(
     """Returns the principal of a client certificate; None without a certificate.
 
     Args:
-        context: ``ServicerContext.auth_context()`` of the call.
         trust_domains: Authorities of each trust domain, in PEM; empty: each authority
             that the server trusts may issue any of them.
 

@@ -199,12 +199,7 @@ class CallObserver(Protocol):
         """
 
     async def ended(self, call: Call, error: BaseException | None) -> None:
-        """Takes note of the end of a call, also if it was denied or cancelled.
-
-        Args:
-            call: The call.
-            error: Error that ended it; None: it ended well.
-        """
+        """Takes note of the end of a call, also if it was denied or cancelled."""
 
 
 current: ContextVar[Call | None] = ContextVar("storesvc_call", default=None)
@@ -212,7 +207,6 @@ current: ContextVar[Call | None] = ContextVar("storesvc_call", default=None)
 
 
 def may(permission: Permission, resource: Resource) -> bool:
-    """Returns whether the caller has a permission on a resource."""
     call = current.get()
     return (
         call is None
@@ -272,9 +266,7 @@ async def require_own(
 
     Args:
         owner: Name of the principal that created it; empty: anyone may use it.
-        groups: Groups of that principal.
         permission: Permission that the creator needed.
-        run: Run of the object.
         otherwise: Permission to use the objects of others.
 
     Raises:

@@ -248,7 +248,6 @@ class Policy:
     def permits(
         self, principal: Principal, permission: Permission, resource: Resource
     ) -> bool:
-        """Returns whether a principal has a permission on a resource."""
         if self.anonymous and permission in ROLES[self.anonymous]:
             return True
         return any(
@@ -259,7 +258,6 @@ class Policy:
         )
 
     def names(self, principal: Principal) -> bool:
-        """Returns whether a binding names a principal."""
         return any(
             binding.names(principal.name, principal.groups) for binding in self.bindings
         )

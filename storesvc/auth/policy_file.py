@@ -102,7 +102,6 @@ def parse(text: str, *, file: str = "policy", has_local: bool = True) -> PolicyD
     """Parses a policy.
 
     Args:
-        text: The text.
         file: Name of the file, for errors.
         has_local: True if callers of this machine are ``local``.
 
@@ -319,7 +318,6 @@ class _Table:
         return [_Table(each, f"{place}[{at}]") for at, each in enumerate(found)]
 
     def table(self, key: str) -> "_Table | None":
-        """Returns a table; None if there is none."""
         found = self._found(key, dict, "a table", default=None)
         return None if found is None else _Table(found, f"{self.place}: {key}")
 
@@ -380,7 +378,6 @@ class _Table:
         return self._check_bound(key, int(match[1]) << shift if match else 0)
 
     def duration(self, key: str, *, default: timedelta) -> timedelta:
-        """Returns a duration."""
         found = self._found(key, str, 'a time, such as "30s" or "24h"', default=None)
         if found is None:
             return default
@@ -451,7 +448,6 @@ class PolicyFile:
         return self._digest
 
     def current(self) -> PolicyDocument:
-        """Returns the policy in force."""
         now = time.monotonic()
         if now - self._checked >= CHECK_SECONDS:
             self._checked = now

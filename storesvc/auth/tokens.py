@@ -129,9 +129,6 @@ class IssuerKeys:
     async def keys(self, kid: str | None) -> "KeySet":
         """Returns the keys; reads them if they are old, or if a key is not among them.
 
-        Args:
-            kid: Name of the key of a token; None: it names none.
-
         Raises:
             IssuerUnreachableError: There are no keys, and none can be read now.
         """
@@ -261,7 +258,6 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _get(url: str, issuer: Issuer) -> bytes:
-    """Returns the response of a URL of an issuer."""
     if shows_plaintext(url):
         raise ValueError(f"expected an https URL, got {url}")
     context = ssl.create_default_context(cafile=issuer.ca_file or None)
@@ -298,12 +294,10 @@ class UnverifiedToken:
 
     @property
     def kid(self) -> str | None:
-        """Name of the key."""
         return self.header.get("kid")
 
 
 def parse_unverified(text: str) -> UnverifiedToken:
-    """Parses a token."""
     if len(text) > MAX_TOKEN_BYTES:
         raise InvalidTokenError(
             f"token: expected at most {MAX_TOKEN_BYTES} bytes, got {len(text)}; "
@@ -364,7 +358,6 @@ def make_principal(
 
 
 def _checked_times(issuer: Issuer, claims: Mapping[str, Any], now: float) -> float:
-    """Returns the time at which a token expires."""
     leeway = issuer.leeway.total_seconds()
     expires, issued = _time(claims, "exp"), _time(claims, "iat")
     if now >= expires + leeway:
@@ -393,7 +386,6 @@ def _time(claims: Mapping[str, Any], claim: str) -> float:
 
 
 def _name(issuer: Issuer, claims: Mapping[str, Any]) -> str:
-    """Returns the name of the principal by the template of the issuer."""
     parts = _CLAIM.split(issuer.principal)  # text, claim, text, claim, text
     for at in range(1, len(parts), 2):
         found = _find_claim(claims, parts[at])

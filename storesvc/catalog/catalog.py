@@ -97,7 +97,6 @@ async def rows(
     Args:
         look: Looks up one name; None means that it is no row.
         names: The names; only as many are looked up as the limit needs.
-        limit: Maximum number of rows.
     """
     found: list[tuple[S, T | CorruptDataError]] = []
     count = limit  # usually each name is a row
@@ -464,7 +463,6 @@ def run_not_found(name: RunName, existing: Iterable[RunName]) -> RunNotFoundErro
     """Returns the error of a run that has no record, or has nothing but its record.
 
     Args:
-        name: The run.
         existing: Runs of its namespace that have a record. Runs of others must not be
             named to a caller that may not know them.
     """
@@ -528,7 +526,6 @@ async def tag_not_found(
     existing: Iterable[str],
     read: Callable[[TagName], Awaitable[tuple[pb.TagRecord, Generation] | None]],
 ) -> TagNotFoundError:
-    """Returns the error of a tag that does not exist."""
     similar = difflib.get_close_matches(
         name.tag, existing, n=AT_ONCE, cutoff=_SIMILARITY
     )

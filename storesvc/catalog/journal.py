@@ -153,9 +153,7 @@ class Journal:
         """Returns the announcements after a number, in order; None for a damaged one.
 
         Args:
-            namespace: The namespace of the journal.
             after: The number; 0 returns them from the first one.
-            limit: Maximum number of announcements.
 
         Raises:
             ResumeTokenExpiredError: The next announcements were trimmed.
@@ -198,8 +196,6 @@ class Journal:
         The changes need not have been made. Skips damaged announcements.
 
         Args:
-            run: The run.
-            uploads: The uploads; None: all.
             since: Skips announcements that servers made over an hour before this time.
         """
         last = await self.tail(run.namespace)
@@ -264,7 +260,6 @@ class Journal:
             limit = PAGE
 
     async def _create(self, namespace: str, announcement: pb.Announcement) -> int:
-        """Creates the next announcement, and returns its number."""
         record = pb.Announcement()
         record.CopyFrom(announcement)
         record.nonce = uuid.uuid4().hex

@@ -81,7 +81,6 @@ class NumberedObjects:
         """Returns all numbers from one on and below another one.
 
         Args:
-            first: The lowest number.
             stop: The number after the highest one.
             limit: Number of them that the caller expects; None: a page.
         """
@@ -134,8 +133,6 @@ async def list_ids(
     by id.
 
     Args:
-        bucket: The bucket.
-        prefix: The common beginning of the paths.
         parse: Parses a path; returns None for a foreign object.
         after: Yields only those with an id after this one.
     """

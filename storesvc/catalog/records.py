@@ -43,7 +43,6 @@ async def update_record(
             unchanged since the read. It raises ``PreconditionError`` if the record
             changed; any other error ends the update.
         record: Name of the record, for the error.
-        **metadata: Metadata of the error.
 
     Raises:
         ConflictError: The record changed during each of ``ATTEMPTS`` attempts.
@@ -70,9 +69,6 @@ async def read_record(
     """Returns the record at a path and its generation; reads a damaged one twice.
 
     Args:
-        bucket: The bucket.
-        path: Path of the record.
-        kind: Message class of the record.
         of: Users' name of the recorded object, if they can abandon it by removing the
             record.
 
@@ -196,7 +192,6 @@ def timestamp(moment: datetime) -> Timestamp:
 
 
 def duration(length: timedelta) -> Duration:
-    """Returns a duration as a protobuf message."""
     message = Duration()
     message.FromTimedelta(length)
     return message

@@ -57,7 +57,6 @@ class Reserve:
         self._is_kept = False
 
     async def keep(self) -> None:
-        """Creates the reserve, and keeps it from now on."""
         self._is_kept = True
         await self.put_back()
 
@@ -104,8 +103,6 @@ def rolled_back(run: RunName, step: int, upload: str, why: str) -> CorruptDataEr
     """Returns the error of a slot that was rolled back to an earlier version.
 
     Args:
-        run: The run.
-        step: Step of the slot.
         upload: The upload that the slot does not hold as a checkpoint.
         why: Evidence that the upload was committed, as a clause.
     """
@@ -141,7 +138,6 @@ def data_missing(run: RunName, slot: pb.CheckpointRecord) -> CorruptDataError:
 
 
 def has_manifest(places: RunPaths, upload: str, objects: Iterable[str]) -> bool:
-    """Returns whether a manifest is among the objects of an upload."""
     manifests = _prefixes(places, upload)[0]
     return any(path.startswith(manifests) for path in objects)
 
@@ -153,8 +149,6 @@ def contradiction(
     clause; "" if there is none.
 
     Args:
-        places: Paths of the run.
-        upload: The upload.
         objects: Its objects, listed before its slot was read.
         owns_slot: Whether the slot is UPLOADING by it; else the slot's epoch is below
             the epoch of the upload.

@@ -58,7 +58,6 @@ class Runs:
         """Sets fields of a run, and returns its record; creates it if there is none.
 
         Args:
-            name: The run.
             given: The new values, in no other fields than ``RUN_FIELDS``.
             fields: The fields to set; a field that ``given`` lacks is cleared.
             etag: The etag that the run must have; "" matches any.

@@ -93,7 +93,6 @@ class Observations:
         """Returns whether a lease has expired, and records the observation.
 
         Args:
-            key: Name of the lease.
             seen: Its contents, which differ after each renewal.
             length: Its duration after a renewal.
             renew_time: Time of its renewal, by the clock of its holder.
@@ -190,8 +189,6 @@ def next_epoch(run: RunName, slot: pb.CheckpointRecord | None, *, floor: int) ->
     """Returns the epoch of an upload that takes the slot over.
 
     Args:
-        run: The run.
-        slot: The contents of the step's slot.
         floor: ``RunRecord.epoch_floor``, read after the slot.
 
     Raises:
@@ -438,11 +435,7 @@ def delete_slot(
     """Returns the slot of a deleted checkpoint.
 
     Args:
-        run: The run.
-        slot: The slot that was read.
         tagged: Tags, by the uid of the checkpoint that they name.
-        when: Now.
-        purge_time: Earliest time of the purge.
         etag: The etag that the caller read, or "".
         write_id: Id of the request; see ``is_repeated``.
 
@@ -566,9 +559,7 @@ def check_etag(what: str, given: str, *expected: str) -> None:
     """Rejects a change of an object that is not the version that its caller read.
 
     Args:
-        what: The object's name in messages.
         given: The etag of the request; "" matches any version.
-        expected: The etags that match.
 
     Raises:
         EtagMismatchError: The given etag does not match.

@@ -33,9 +33,7 @@ def make_line(fields: Mapping[str, Any], *, seq: int, prev: str) -> bytes:
     """Returns a line, without its line break.
 
     Args:
-        fields: Its values.
         seq: Number of the line, from 1.
-        prev: Digest of the line before it.
     """
     entry = {"seq": seq, **fields, "prev": prev}
     return json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode()

@@ -35,7 +35,6 @@ class Hasher:
         self._digest = xxhash.xxh3_128()
 
     def add(self, piece: Buffer) -> None:
-        """Adds the next piece."""
         self._digest.update(piece)
 
     @property
@@ -53,6 +52,5 @@ class ChunkHasher(Hasher):
         """Checksum of the pieces so far."""
 
     def add(self, piece: Buffer) -> None:
-        """Adds the next piece."""
         super().add(piece)
         self.crc32c = crc32c(piece, self.crc32c)

@@ -60,7 +60,6 @@ class Sums:
         )
 
     def take(self, rows: "I64 | slice") -> "Sums":
-        """Returns the sums of some rows."""
         return Sums(
             ordinal=self.ordinal[rows],
             crc32c=self.crc32c[rows],
@@ -94,7 +93,6 @@ class ChunkLocations:
         )
 
     def take(self, rows: I64) -> "ChunkLocations":
-        """Returns the locations of some rows."""
         return ChunkLocations(
             files=self.files,
             file=self.file[rows],
@@ -160,7 +158,6 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
     """Returns the checksums of a table.
 
     Args:
-        table: The table.
         count: Number of chunks of a manifest, whose rows have no ordinals.
 
     Raises:
@@ -289,8 +286,6 @@ def plan_reads(
     """Yields the reads that fetch chunks, ordered by file and offset.
 
     Args:
-        places: Locations of all chunks.
-        chunks: Rows of the chunks to fetch.
         at_most: Maximum bytes of a read of more than one chunk; None for READ_BYTES.
         gap_bytes: Maximum bytes between two chunks that are read together.
     """

@@ -95,12 +95,10 @@ CHECKSUM_BYTES: Final = 4
 
 
 def metadata_key(leaf_key: str) -> str:
-    """Returns the key of a leaf's metadata in the key space."""
     return _below(leaf_key, "zarr.json")
 
 
 def chunk_key(leaf_key: str, index: Sequence[int]) -> str:
-    """Returns the key of a chunk in the key space."""
     return _below(leaf_key, _chunk_name(tuple(index)))
 
 

@@ -53,7 +53,6 @@ def shape_problem(shape: Sequence[int]) -> str | None:
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """Returns the region of a whole leaf."""
     return tuple((0, n) for n in shape)
 
 
@@ -170,9 +169,7 @@ def least_bytes(shape: Sequence[int], chunk: Sequence[int], dim: int) -> int:
     """Returns the bytes below which neighbours along a dimension share a chunk.
 
     Args:
-        shape: Shape of the leaf.
         chunk: Shape of the chunk so far.
-        dim: The dimension.
     """
     is_contiguous = all(n == 1 for n in chunk[:dim]) and all(
         n >= m for n, m in zip(chunk[dim + 1 :], shape[dim + 1 :], strict=True)

@@ -73,12 +73,10 @@ class ItemName:
 
     @property
     def key(self) -> str:
-        """Key of its row."""
         return item_key(self.item, self.process)
 
     @property
     def path_kinds(self) -> str:
-        """Path kinds of its row."""
         return "rk" if self.process is None else "rkp"
 
 

@@ -64,7 +64,6 @@ def parse_data_file(path: str) -> str:
 
 
 def run_record(name: RunName) -> str:
-    """Returns the path of a run's record."""
     return f"{RUNS}{name.namespace}/{name.run}{_SUFFIX}"
 
 
@@ -83,7 +82,6 @@ def journal(namespace: str) -> str:
 
 
 def announcement(namespace: str, number: int) -> str:
-    """Returns the path of an announcement."""
     return f"{journal(namespace)}{number:020d}{_SUFFIX}"
 
 
@@ -126,7 +124,6 @@ class RunPaths:
         return f"{self.root}pool/"
 
     def checkpoint(self, step: int) -> str:
-        """Returns the path of a step's slot."""
         return f"{self.checkpoints}{step:020d}{_SUFFIX}"
 
     def parse_step(self, path: str) -> int | None:
@@ -135,11 +132,9 @@ class RunPaths:
         return None if "/" in name else parse_number(name)
 
     def manifest(self, upload: str, digest: bytes) -> str:
-        """Returns the path of the manifest with that digest."""
         return f"{self.root}manifests/{upload}-{digest.hex()}{_SUFFIX}"
 
     def file_table(self, upload: str, digest: bytes) -> str:
-        """Returns the path of the file table with that digest."""
         return f"{self.root}files/{upload}-{digest.hex()}{_SUFFIX}"
 
     @property
@@ -148,7 +143,6 @@ class RunPaths:
         return f"{self.root}tags/"
 
     def tag(self, tag: str) -> str:
-        """Returns the path of a tag."""
         return f"{self.tags}{tag}{_SUFFIX}"
 
     def parse_tag(self, path: str) -> str | None:
@@ -161,7 +155,6 @@ class RunPaths:
         return f"{self.root}holds/"
 
     def hold(self, hold: str) -> str:
-        """Returns the path of a hold."""
         return f"{self.holds}{hold}{_SUFFIX}"
 
     def parse_hold(self, path: str) -> str | None:
@@ -174,11 +167,9 @@ class RunPaths:
         return f"{self.root}uploads/"
 
     def upload(self, upload: str) -> str:
-        """Returns the path of an upload's record."""
         return f"{self.uploads}{upload}{_SUFFIX}"
 
     def lease(self, upload: str) -> str:
-        """Returns the path of an upload's lease."""
         return f"{self.uploads}{upload}/lease{_SUFFIX}"
 
     def parse_upload(self, path: str) -> str | None:
@@ -206,15 +197,12 @@ class RunPaths:
         return f"{self.root}uploads/{upload}/writers/"
 
     def receipt(self, upload: str, writer: int) -> str:
-        """Returns the path of a writer's receipt."""
         return f"{self.receipts(upload)}{writer}{_SUFFIX}"
 
     def parse_writer(self, receipt: str) -> int:
-        """Returns the writer of a receipt's path."""
         return int(receipt.rpartition("/")[2].removesuffix(_SUFFIX))
 
     def data_file(self, file: str) -> str:
-        """Returns the path of a data file that a manifest names."""
         return f"{self.pool}{file}"
 
     def staging(self, upload: str, writer: int) -> str:
@@ -222,7 +210,6 @@ class RunPaths:
         return f"{self.root}staging/{upload}/{writer}/"
 
     def staged(self, upload: str, writer: int, table: str) -> str:
-        """Returns the path of a table of chunks that a writer stored."""
         return f"{self.staging(upload, writer)}{table}{_SUFFIX}"
 
     def staging_prefix(self, upload: str) -> str:

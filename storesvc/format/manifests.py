@@ -55,11 +55,6 @@ def pack_manifest(manifest: Manifest) -> Iterator[bytes]:
 def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifest:
     """Verifies and parses the manifest that a record names.
 
-    Args:
-        data: All parts, joined.
-        size_bytes: The size in the record.
-        expected: The digest in the record.
-
     Raises:
         CorruptManifestError: The bytes are not that manifest.
     """

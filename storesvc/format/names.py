@@ -151,7 +151,6 @@ class CheckpointName:
 
     @property
     def resource(self) -> str:
-        """Name on the wire."""
         return f"{self.run.resource}/checkpoints/{self.which}"
 
     def __str__(self) -> str:
@@ -176,7 +175,6 @@ class TagName:
 
     @property
     def resource(self) -> str:
-        """Name on the wire."""
         return f"{self.run.resource}/tags/{self.tag}"
 
     def __str__(self) -> str:
@@ -201,7 +199,6 @@ class HoldName:
 
     @property
     def resource(self) -> str:
-        """Name on the wire."""
         return f"{self.run.resource}/holds/{self.hold}"
 
     def __str__(self) -> str:
@@ -226,7 +223,6 @@ class UploadName:
 
     @property
     def resource(self) -> str:
-        """Name on the wire."""
         return f"{self.run.resource}/uploads/{self.upload}"
 
     def __str__(self) -> str:

@@ -181,10 +181,7 @@ class NodeFile:
         """Appends a node, and returns a reference to it.
 
         Args:
-            body: Columns of the node.
-            keys: Keys of its entries.
             common: Number of leading bytes that the keys share and the node omits.
-            below: Statistics of its descendants.
         """
         framed_node = frame_node(_MAGIC, body)
         offset, length = self._end, len(framed_node)
@@ -354,7 +351,6 @@ def encode(
         node_file: Path of the file for the nodes, relative to the base.
         commit_time_ns: Nanoseconds since the Unix epoch.
         uuid: Id of the database; 16 bytes.
-        node_offset: Offset of the nodes in their file.
 
     Raises:
         ValueError: The keys are not ascending, or a value exceeds the format's limits.
@@ -457,8 +453,6 @@ def view_arrays(
     """Returns the key space of some arrays.
 
     Args:
-        arrays: The arrays; their names differ.
-        chunk_keys: Key of each chunk of all arrays.
         places: Location of each of these chunks, relative to the base of the database.
         node_file: Name of the node file, relative to the base.
         uuid: Identity of the key space; 16 bytes.

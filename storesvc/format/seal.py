@@ -42,7 +42,6 @@ def seal(record: Message, *, place: str, nonce: bytes = b"") -> bytes:
     """Returns the sealed object of a record.
 
     Args:
-        record: The record.
         place: Path of the object, relative to the root of the store.
         nonce: Unique bytes of this write; conditional writes need them.
     """
@@ -65,7 +64,6 @@ def unseal(data: bytes, kind: type[M], *, place: str) -> M:
 
     Args:
         data: The bytes of the object.
-        kind: The expected kind of record.
         place: Path that the object was read from, relative to the root of the store.
 
     Raises:

@@ -107,7 +107,6 @@ class Leaf:
 
     @property
     def grid(self) -> Grid:
-        """Chunk grid."""
         return _grid(self.shape, self.chunk_shape, DTYPES[self.dtype].itemsize)
 
     def is_cut_as(self, other: "Leaf") -> bool:
@@ -234,7 +233,6 @@ class Tree:
         return row, chunk - int(self.first_chunk[row])
 
     def chunk_key(self, chunk: int) -> str:
-        """Returns the key of a chunk in the key space."""
         row, within = self.locate(chunk)
         return zarr.chunk_key(self.leaves[row].key, self.grids[row].index(within))
 
@@ -244,7 +242,6 @@ class Tree:
         return rows, chunks - self.first_chunk[rows]
 
     def chunk_keys(self, chunks: I64) -> list[str]:
-        """Returns the keys of chunks in the key space."""
         rows, within = self.locate_all(chunks)
         return [
             zarr.chunk_key(self.leaves[row].key, self.grids[row].index(n))
@@ -252,7 +249,6 @@ class Tree:
         ]
 
     def describe_chunk(self, chunk: int) -> str:
-        """Returns the name of a chunk in messages."""
         row, within = self.locate(chunk)
         return f"{describe(self.leaves[row].key)} chunk {within}"
 

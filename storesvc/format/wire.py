@@ -118,7 +118,6 @@ def cut_parts(
 
     Args:
         start: Offset of the first chunk in its data file; the others follow it.
-        chunks: Ordinals of the chunks.
         lengths: Stored bytes of each.
     """
     columns = upload_api.ChunkFrame()

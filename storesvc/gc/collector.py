@@ -83,8 +83,6 @@ RETRY_PERIOD: Final = timedelta(hours=24)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
-    """The garbage that was found in a run."""
-
     marks: Marks
     ranges: int
     """Number of objects below ``marks.ranges``."""
@@ -197,7 +195,6 @@ class GarbageFinder:
     async def _read_tables(
         self, state: RunState, known: Mapping[str, Fate], tables: Mapping[str, bool]
     ) -> Naming:
-        """Returns what file tables name."""
         named, listed = Naming(state), set(state.listed)
         summarize = self.tables.summarize
         found = await gather_each(summarize, tables, at_once=_TABLES_AT_ONCE)
@@ -524,7 +521,6 @@ class FailureLimit:
             self._failures = self._failures + 1 if progress.is_unavailable else 0
 
     def skipped(self, run: RunName) -> Progress:
-        """Returns the progress of a run that is skipped."""
         return Progress(
             run=run,
             is_done=True,

@@ -78,8 +78,6 @@ class LeaseExpiry:
     _clock: Clock
 
     async def uploads(self, run: RunName, state: RunState) -> list[ExpiredUpload]:
-        """Returns the uploads whose lease is over."""
-
         async def look(upload: str) -> ExpiredUpload | None:
             return await self._find_expired(run, state, upload)
 

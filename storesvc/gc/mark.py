@@ -245,7 +245,6 @@ def uploads_needing_records(state: RunState) -> list[str]:
 
 
 def fates(state: RunState) -> dict[str, Fate]:
-    """Returns the fate of each upload."""
     return {upload: _fate(state, upload) for upload in state.uploads()}
 
 
@@ -266,7 +265,6 @@ def list_unfinished(known: Mapping[str, Fate]) -> list[str]:
 
 
 def list_ended(known: Mapping[str, Fate]) -> set[str]:
-    """Returns the uploads that have ended."""
     return {upload for upload, fate in known.items() if fate.state is State.ENDED}
 
 
@@ -312,8 +310,6 @@ def tables(
     """Returns the paths of the file tables whose data files are kept.
 
     Args:
-        state: The state read.
-        known: The fates of its uploads.
         past_grace: Uploads that ended longer than a grace period ago.
 
     Returns:
@@ -343,7 +339,6 @@ def mark(
 
     Args:
         state: The state read, with slots that agree.
-        known: The fates of its uploads.
         past_grace: Uploads that ended longer than a grace period ago.
         past_retries: Uploads whose record is no longer needed for repeated requests.
         named: Data files that the file tables of ``tables`` name.
@@ -425,7 +420,6 @@ def _fate(state: RunState, upload: str) -> Fate:
 
 
 def _owner_fate(slot: pb.CheckpointRecord) -> Fate:
-    """Returns the fate of the upload that a slot names."""
     match slot_state(slot):
         case SlotState.COMMITTED | SlotState.DELETED | SlotState.PURGING:
             return Fate(state=State.KEPT, slot=slot, since=moment(slot.commit_time))
@@ -438,7 +432,6 @@ def _owner_fate(slot: pb.CheckpointRecord) -> Fate:
 
 
 def _recorded_steps(state: RunState) -> set[int]:
-    """Returns the steps for which an upload has a record."""
     listed = set(state.listed)
     owned = {
         slot.step

@@ -49,7 +49,6 @@ _LISTS: Final = 10
 
 
 def run_contents(state: RunState) -> RunContents:
-    """Returns what a run holds."""
     slots = state.slots.values()
     committed = [slot for slot in slots if slot.state == COMMITTED]
     open_since = [

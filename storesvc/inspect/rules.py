@@ -95,8 +95,6 @@ def changed_chunks(
     """Returns the number of different chunks for pairs of leaves with the same grid.
 
     Args:
-        before: Manifest of the first checkpoint.
-        after: Manifest of the second checkpoint.
         rows: For each pair the row of the leaf in each manifest.
 
     Returns:
@@ -169,7 +167,6 @@ class Damage:
 
 
 def chunk_damage(tree: Tree, chunk: int, kind: DamageKind, what: str) -> Damage:
-    """Returns a damage of a chunk."""
     row, within = tree.locate(chunk)
     return Damage(
         key=tree.leaves[row].key,
@@ -181,7 +178,6 @@ def chunk_damage(tree: Tree, chunk: int, kind: DamageKind, what: str) -> Damage:
 
 
 def leaf_damage(leaf: Leaf, what: str) -> Damage:
-    """Returns a damage of a leaf in the key space."""
     return Damage(key=leaf.key, kind=KEY_SPACE, message=f"{describe(leaf.key)}: {what}")
 
 
@@ -194,8 +190,6 @@ def chunk_damages(
     the digest of the bytes before them.
 
     Args:
-        manifest: Manifest of the checkpoint.
-        chunks: Ordinals of the chunks.
         data: Their stored bytes, back to back.
     """
     view, at = memoryview(data), 0
@@ -224,7 +218,6 @@ def key_space_damages(
     """Yields the differences between a key space and the manifest.
 
     Args:
-        manifest: Manifest of the checkpoint.
         shown: Location of the value of each key, according to the key space.
         known: For each ordinal whether its chunk has a damage already; such a chunk is
             not reported again.
@@ -264,9 +257,7 @@ def file_table_damages(
     """Returns the damage of a file table: one, or none.
 
     Args:
-        manifest: Manifest of the checkpoint.
         data: Stored bytes of the file table; None: it is missing.
-        expected: Digest of the file table.
     """
     problem = _table_problem(manifest, data, expected)
     if not problem:

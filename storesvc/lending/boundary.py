@@ -50,7 +50,6 @@ class Boundary:
 
     @property
     def uri(self) -> str:
-        """URI of the prefix."""
         return f"{'gs' if self.is_gcs else 's3'}://{self.bucket}/{self.prefix}"
 
 
@@ -118,7 +117,6 @@ def s3_policy(boundary: Boundary, *, role_arn: str) -> str:
     """Returns the session policy of an assumed role.
 
     Args:
-        boundary: The boundary.
         role_arn: ARN of the role; the resource is in the same partition of AWS.
 
     Raises:

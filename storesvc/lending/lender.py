@@ -247,7 +247,6 @@ class S3Issuer:
         return cls(storage, client, lending)
 
     def issue(self, boundary: Boundary, *, session: str) -> tuple[S3Keys, datetime]:
-        """See ``Issuer.issue``."""
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
         try:
@@ -319,9 +318,7 @@ class Lender:
         """Makes a lender; sends no request.
 
         Args:
-            storage: The storage of the store.
             config: Returns the configuration in force; None: lends nothing.
-            clock: Clock; None: the system's.
             gcs_sts_url: The token service of Google, or an emulator of it.
         """
         self._storage = storage

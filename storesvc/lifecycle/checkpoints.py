@@ -85,12 +85,9 @@ class CheckpointLifecycle:
         """Deletes a checkpoint so that it can be undeleted, and returns its record.
 
         Args:
-            run: The run.
-            step: Step of the checkpoint.
             purge_delay: Time for which it can be undeleted; None: the setting of the
                 run.
             etag: Etag that the caller read; "": none.
-            write_id: Id of the request.
             uid: Uid of the checkpoint; "": any.
         """
         # A tag that is set at the same time may be missed here: it still keeps the
@@ -119,8 +116,6 @@ class CheckpointLifecycle:
     async def undelete(
         self, run: RunName, step: int, *, write_id: str, uid: str = ""
     ) -> pb.CheckpointRecord:
-        """Undeletes a checkpoint, and returns its record."""
-
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
             return slots.undelete_slot(run, slot, write_id=write_id)
 

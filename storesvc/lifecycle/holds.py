@@ -100,8 +100,6 @@ class References:
         return {**holds, **tags}
 
     async def find_tags(self, run: RunName) -> dict[str, str]:
-        """Returns the tags of a run by the uid of their checkpoint."""
-
         async def named(tag: str) -> tuple[str, str] | None:
             found = await self._catalog.tag_slot(TagName(run, tag))
             return (found[0].upload, tag) if found else None
@@ -193,8 +191,6 @@ class Holds:
         """Creates a hold, or renews it if it exists; returns its record.
 
         Args:
-            name: The hold.
-            checkpoint: The checkpoint to hold.
             owner: Name of the holder, for people.
             ttl: Time for which the hold lasts after each renewal.
             uid: Uid of the checkpoint, which may be a deleted one; "": any.

@@ -63,11 +63,8 @@ class Tags:
         """Points a tag to a checkpoint, and returns the record of the tag.
 
         Args:
-            name: The tag.
-            checkpoint: The checkpoint.
             protected: Whether later changes need the etag of the tag; None: unchanged.
             etag: Etag that the caller read; "": none.
-            write_id: Id of the request.
         """
 
         async def attempt() -> pb.TagRecord:
@@ -98,8 +95,6 @@ class Tags:
         return await self._update(name, attempt)
 
     async def delete(self, name: TagName, *, etag: str, write_id: str) -> None:
-        """Deletes a tag."""
-
         async def attempt() -> None:
             found = await self._catalog.tag_slot(name)
             is_repeated = _is_repeated(found, write_id)

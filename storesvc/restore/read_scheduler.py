@@ -212,7 +212,6 @@ class ReadScheduler(Generic[U]):
         self._units[unit] = UnitState.READY
 
     def drop(self, unit: U) -> None:
-        """Removes a unit from memory."""
         del self._units[unit]
 
     def _evictable(self, urgency: Urgency) -> list[U]:

@@ -85,11 +85,6 @@ class Sender:
     ) -> AsyncGenerator[bytes]:
         """Yields the stored bytes of chunks, each chunk once, as serialised responses.
 
-        Args:
-            run: The run of the checkpoint.
-            manifest: Manifest of the checkpoint.
-            chunks: Ordinals of the chunks, ascending.
-
         Raises:
             InvalidFieldError: The ordinals are not strictly ascending, too many, or
                 not in the manifest.
@@ -190,17 +185,12 @@ class Sender:
             self._wake()
 
     def _wake(self) -> None:
-        """Wakes all streams that wait."""
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def check_ordinals(chunks: Sequence[int], count: int) -> I64:
     """Returns the ordinals of a request as an array.
-
-    Args:
-        chunks: Ordinals of chunks.
-        count: Number of chunks of the checkpoint.
 
     Raises:
         InvalidFieldError: They break a rule of ``ReadChunksRequest.chunk``.

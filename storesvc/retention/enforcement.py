@@ -74,7 +74,6 @@ class RecentCommits:
         self._any = asyncio.Event()
 
     def add(self, run: RunName) -> None:
-        """Adds a run."""
         self._runs.add(run)
         self._any.set()
 
@@ -84,11 +83,9 @@ class RecentCommits:
 
     @property
     def runs(self) -> list[RunName]:
-        """All runs, sorted."""
         return sorted(self._runs)
 
     def remove(self, run: RunName) -> None:
-        """Removes a run."""
         self._runs.discard(run)
         if not self._runs:
             self._any.clear()
@@ -114,12 +111,7 @@ class RetentionEnforcer:
     async def preview(
         self, run: RunName, policy: retention_pb2.RetentionPolicy | None = None
     ) -> AsyncGenerator[list[Outcome], None]:
-        """Yields the outcomes that a policy would have, newest step first, in pages.
-
-        Args:
-            run: The run.
-            policy: The policy to try; None: the policy of the run.
-        """
+        """Yields the outcomes that a policy would have, newest step first, in pages."""
         record = (await self.catalog.run(run)).record
         if policy is None:
             policy = _run_policy(record)
@@ -134,10 +126,6 @@ class RetentionEnforcer:
         those that have changed since the last call.
 
         Yields the outcome of each checkpoint, newest step first, in pages.
-
-        Args:
-            run: The run.
-            record: Its record; None: it is read.
         """
         record = record or (await self.catalog.run(run)).record
         policy, committed = _run_policy(record), await self.committed.update(run)

@@ -76,7 +76,6 @@ class Decision:
 
 
 def list_metrics(policy: pb.RetentionPolicy) -> frozenset[str]:
-    """Returns the names of the metrics that a policy uses."""
     if policy.HasField("best"):
         return frozenset({policy.best.metric})
     return frozenset[str]().union(*map(list_metrics, list_members(policy)))
@@ -90,7 +89,6 @@ def decide(
     Args:
         policy: A policy that ``validation.check`` accepts; None keeps all.
         checkpoints: All committed checkpoints of the run, in any order.
-        now: The current time.
 
     Raises:
         FormatUnsupportedError: The policy has a rule that this release does not know.
@@ -110,7 +108,6 @@ def decide(
 
 
 def list_members(policy: pb.RetentionPolicy) -> Sequence[pb.RetentionPolicy]:
-    """Returns the member policies of a policy."""
     match policy.WhichOneof("rule"):
         case "any":
             return policy.any.policies
@@ -135,12 +132,10 @@ def negated_policy(policy: pb.RetentionPolicy) -> pb.RetentionPolicy:
 
 
 def nanos(length: Duration) -> int:
-    """Returns a duration in nanoseconds."""
     return length.seconds * 10**9 + length.nanos
 
 
 def describe(policy: pb.RetentionPolicy) -> str:
-    """Returns a policy as text."""
     match policy.WhichOneof("rule"):
         case "latest":
             return f"latest {policy.latest.count}"

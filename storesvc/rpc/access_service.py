@@ -157,7 +157,6 @@ class AccessService:
 
 
 def parse_filter(request: access_api.ListAuditEntriesRequest) -> AuditFilter:
-    """Returns the filter of a request."""
     if request.method and request.method not in RULES:
         near = difflib.get_close_matches(request.method, RULES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -207,7 +206,6 @@ def _list_identity(request: access_api.ListAuditEntriesRequest) -> str:
 
 
 def entry_message(row: Entry | Unreadable, server: str) -> access_api.AuditEntry:
-    """Returns the message of a row of a log."""
     if isinstance(row, Unreadable):
         return access_api.AuditEntry(server=server, problem=row.problem)
     seconds, nanos = divmod(row.time_ns, 10**9)
@@ -242,7 +240,6 @@ def entry_message(row: Entry | Unreadable, server: str) -> access_api.AuditEntry
 
 
 def lent_message(lent: LentCredential) -> access_api.LendCredentialsResponse:
-    """Returns the response with a credential."""
     response = access_api.LendCredentialsResponse(
         prefix=lent.prefix, expire_time=timestamp(lent.expire_time)
     )
@@ -259,7 +256,6 @@ def lent_message(lent: LentCredential) -> access_api.LendCredentialsResponse:
 
 
 def parse_permissions(request: access_api.TestPermissionsRequest) -> list[Permission]:
-    """Returns the permissions that TestPermissions asks for."""
     known = [*Permission]
     for name in request.permissions:
         if name not in known:

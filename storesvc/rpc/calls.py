@@ -100,7 +100,6 @@ class MeasuringInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Returns the handler of a call, wrapped in its measurement."""
         sent = handler_call_details.invocation_metadata or ()
         parents = (v for k, v in sent if k == TRACEPARENT and isinstance(v, str))
         found = CallScope(
@@ -206,7 +205,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Returns the handler of a call, wrapped in its authentication."""
         handler = await continuation(handler_call_details)
         name = handler_call_details.method
         if handler is None or not is_contract_method(name):

@@ -367,7 +367,6 @@ def parse_checkpoint_step(resource: str) -> tuple[RunName, int]:
 
 
 def parse_change(request: checkpoint_api.UpdateCheckpointRequest) -> Change:
-    """Returns the change that UpdateCheckpoint requests."""
     paths = requests.read_mask(request, ("labels", "metrics", "pinned"))
     given = request.checkpoint
     requests.check_entries("checkpoint.labels", given.labels)
@@ -403,7 +402,6 @@ def cut_pages(
 def summary_message(
     before: RunName, after: RunName, found: Comparison
 ) -> checkpoint_api.DiffSummary:
-    """Returns the message for the summary of a comparison."""
     return checkpoint_api.DiffSummary(
         base=messages.checkpoint_message(before, found.before),
         checkpoint=messages.checkpoint_message(after, found.after),
@@ -413,7 +411,6 @@ def summary_message(
 
 
 def difference_message(difference: Difference) -> checkpoint_api.LeafDifference:
-    """Returns the message for the difference of a leaf."""
     message = checkpoint_api.LeafDifference(
         key=difference.leaf.key,
         kind=difference.kind,
@@ -465,7 +462,6 @@ def parse_checkpoint(
 
 
 def parse_ttl(request: checkpoint_api.CreateHoldRequest) -> timedelta:
-    """Returns the lease of a new hold."""
     if not request.HasField("ttl"):
         return DEFAULT_TTL
     ttl = requests.duration("ttl", request.ttl, most=MAX_TTL)

@@ -153,7 +153,6 @@ async def _passes(
 
 
 def progress_message(progress: Progress) -> maintenance_api.CollectGarbageResponse:
-    """Returns the message for the progress of a pass."""
     return maintenance_api.CollectGarbageResponse(
         run=progress.run.resource,
         done=progress.is_done,
@@ -167,7 +166,6 @@ def progress_message(progress: Progress) -> maintenance_api.CollectGarbageRespon
 
 
 def report_message(report: Report) -> maintenance_api.VerifyCheckpointResponse:
-    """Returns the message for a verification report."""
     return maintenance_api.VerifyCheckpointResponse(
         chunk_count=report.chunk_count,
         stored_bytes=report.stored_bytes,

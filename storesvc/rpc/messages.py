@@ -29,7 +29,6 @@ _EVENT_KINDS: Final = {
 
 
 def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Upload:
-    """Returns the message for an upload."""
     base = CheckpointName(name.run, record.base_step).resource if record.base else ""
     return upload_api.Upload(
         name=name.resource,
@@ -49,7 +48,6 @@ def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Uplo
 
 
 def fate_message(fate: UploadStatus) -> upload_api.Upload:
-    """Returns the message for an upload with its state."""
     message = upload_message(fate.name, fate.record)
     match fate.slot and slots.slot_state(fate.slot):
         case None | SlotState.FREE:
@@ -72,7 +70,6 @@ def fate_message(fate: UploadStatus) -> upload_api.Upload:
 def checkpoint_message(
     run: RunName, record: pb.CheckpointRecord
 ) -> checkpoint_api.Checkpoint:
-    """Returns the message for a checkpoint."""
     message = checkpoint_api.Checkpoint(
         name=CheckpointName(run, record.step).resource,
         uid=record.upload,
@@ -102,7 +99,6 @@ def checkpoint_message(
 
 
 def watch_message(notice: WatchEvent) -> checkpoint_api.WatchCheckpointsResponse:
-    """Returns the message for an event of a watch."""
     message = checkpoint_api.WatchCheckpointsResponse(resume_token=notice.token)
     change = notice.change
     if change is None:
@@ -122,7 +118,6 @@ def watch_message(notice: WatchEvent) -> checkpoint_api.WatchCheckpointsResponse
 
 
 def run_message(summary: RunSummary) -> checkpoint_api.Run:
-    """Returns the message for a run."""
     record = summary.record
     message = checkpoint_api.Run(
         name=summary.name.resource,
@@ -160,7 +155,6 @@ def retention_response(
 
 
 def tag_message(name: TagName, record: pb.TagRecord) -> checkpoint_api.Tag:
-    """Returns the message for a tag."""
     return checkpoint_api.Tag(
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,
@@ -174,7 +168,6 @@ def tag_message(name: TagName, record: pb.TagRecord) -> checkpoint_api.Tag:
 
 
 def hold_message(name: HoldName, record: pb.HoldRecord) -> checkpoint_api.Hold:
-    """Returns the message for a hold."""
     return checkpoint_api.Hold(
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,

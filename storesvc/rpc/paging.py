@@ -77,13 +77,10 @@ async def list_page(
     into a message.
 
     Args:
-        request: The request.
         listed: Identifies the list; a token of another list is rejected.
         find: Returns names with objects or their damage after the last row of the
             previous page, up to a limit.
-        parse: Parses the last row of the previous page from the token.
         key: Returns the text of a row for the token.
-        show: Returns the message of a row.
 
     Raises:
         InvalidFieldError: ``page_size`` is negative.
@@ -116,14 +113,12 @@ async def list_page(
 
 
 def page_size(requested: int) -> int:
-    """Returns the number of rows of a page."""
     if requested < 0:
         raise InvalidFieldError(f"page_size: expected 0 or more, got {requested}")
     return min(requested or DEFAULT_PAGE, MAX_PAGE)
 
 
 def page_token(listed: str, last: str) -> str:
-    """Returns the token of the page after a row."""
     return urlsafe_b64encode(_token_check(listed, last) + last.encode()).decode()
 
 

@@ -124,7 +124,6 @@ M = TypeVar("M", bound=Message)
 def handlers(
     store: Store, security: Security, quotas: Quotas
 ) -> tuple[grpc.GenericRpcHandler, ...]:
-    """Returns the handlers of all services of a store."""
     servicers = (
         CheckpointService(store),
         UploadService(store, quotas),

@@ -64,7 +64,6 @@ M = TypeVar("M", bound=Message)
 
 
 def parse_message(kind: type[M], data: bytes) -> M:
-    """Parses a message."""
     try:
         return kind.FromString(data)
     except DecodeError as e:
@@ -85,7 +84,6 @@ def check_writer(place: str, writer: int, writer_count: int) -> None:
 
 
 def checked_request_id(request_id: str) -> str:
-    """Returns a valid request id."""
     try:
         parsed = uuid.UUID(request_id)
     except ValueError:
@@ -114,7 +112,6 @@ def make_write_id(request: ChangeRequest) -> str:
 
 
 def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:
-    """Returns a valid duration."""
     if not (0 <= given.seconds <= most.total_seconds() and 0 <= given.nanos < 10**9):
         raise InvalidFieldError(
             f"{field}: expected 0 to {most.total_seconds():.0f} s, got "
@@ -124,7 +121,6 @@ def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:
 
 
 def parse_grace(request: maintenance_api.CollectGarbageRequest) -> timedelta:
-    """Returns the grace period of a collection."""
     if not request.HasField("grace"):
         return DEFAULT_GRACE
     return duration("grace", request.grace, most=MAX_GRACE)
@@ -147,7 +143,6 @@ def read_mask(
     request: checkpoint_api.UpdateRunRequest | checkpoint_api.UpdateCheckpointRequest,
     known: Sequence[str],
 ) -> set[str]:
-    """Returns the fields that an update sets."""
     paths = set(request.update_mask.paths)
     if not paths or not paths <= set(known):
         raise InvalidFieldError(
@@ -288,7 +283,6 @@ def check_counts(message: Message, place: str = "") -> None:
     """Rejects a message with too many entries in a repeated field.
 
     Args:
-        message: The message.
         place: Path of its fields for the error, ending in a dot.
 
     Raises:

@@ -60,7 +60,6 @@ the deadline and hide the cause; the client library retries itself."""
 
 
 def make_status(error: errors.StoreError) -> status_pb2.Status:
-    """Returns the status of an error."""
     metadata = {k: _cut(v, MAX_METADATA_BYTES) for k, v in error.metadata.items()}
     if call := current.get():
         metadata["request_id"] = call.request_id
@@ -164,7 +163,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Returns the handler of a call, wrapped in the translation of its errors."""
         handler = await continuation(handler_call_details)
         if handler is None or not is_contract_method(handler_call_details.method):
             return handler
@@ -179,7 +177,6 @@ def is_contract_method(method: str) -> bool:
 
 
 def handler_method(handler: Any) -> Callable[[Any, Context], Any]:
-    """Returns the method that a handler calls."""
     method: Callable[[Any, Context], Any] = (
         handler.unary_unary
         or handler.unary_stream

@@ -82,7 +82,6 @@ class Share:
         await self._budget.take(self, size_bytes)
 
     def give_back(self, size_bytes: int) -> None:
-        """Returns bytes to the budget."""
         self.size_bytes -= size_bytes
 
     def count(self, size_bytes: int) -> None:
@@ -301,7 +300,6 @@ async def following(stream: AsyncIterator[T], *parts: str) -> AsyncIterator[T]:
 
 
 def check_part(message: _Parted, *parts: str) -> None:
-    """Rejects a message with another part."""
     found = message.WhichOneof("part")
     if found not in parts:
         raise unexpected_part_error(" or ".join(parts), found)
@@ -323,8 +321,6 @@ async def write(
     """Sends a message; limits the time until the client has read it.
 
     Args:
-        context: Context of the call.
-        message: The message, or its serialised bytes.
         share: The memory that the call holds of a budget; None: it holds none.
 
     Raises:

@@ -131,7 +131,6 @@ class BatchAdmission:
         """Creates the permits, all free.
 
         Args:
-            limit: Number of permits.
             limits: Times that clients may take.
         """
         self.limits = limits
@@ -144,7 +143,6 @@ class BatchAdmission:
 
     @property
     def free(self) -> int:
-        """Number of free permits."""
         return self._limit - len(self._held)
 
     @property
@@ -158,8 +156,6 @@ class BatchAdmission:
         """Waits for a permit and returns it; the caller must release it.
 
         Args:
-            peer: Host of the client.
-            namespace: Namespace that the stream writes to.
             recall: Called at most once, when other streams wait and the client of this
                 stream is slow. It must get the permit released without waiting for
                 the client.

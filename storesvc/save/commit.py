@@ -202,8 +202,6 @@ class Commits:
         upload at the same time share one commit.
 
         Args:
-            name: The upload.
-            epoch: Its epoch.
             end: What its only writer declares; None: its writers have finished.
 
         Raises:

@@ -60,13 +60,11 @@ class LeafTables:
     async def parse_table(
         self, name: UploadName, tree_digest: bytes, table: bytes
     ) -> Tree:
-        """Returns the parsed form of a serialised leaf table."""
         return await self._trees.get(
             tree_digest, lambda: offload(rows_in(table), _parse_table, name, table)
         )
 
     async def write(self, name: UploadName, tree_digest: bytes, table: bytes) -> None:
-        """Writes a validated leaf table into the bucket."""
         place = RunPaths(name.run).tree(name.upload, tree_digest)
         await self._bucket.write(place, table)
 
@@ -210,7 +208,6 @@ class LeafParts:
         """Adds the next part, and returns its size in bytes.
 
         Args:
-            part: Rows of the leaf table.
             digests: Digests of the leaves of the part; empty: none.
 
         Raises:
@@ -360,7 +357,6 @@ class SumParts:
 
 
 def unpack_client_sums(table: tree_pb2.ChunkTable) -> Sums:
-    """Returns the checksums of chunks that a client sent."""
     try:
         return unpack_sums(table)
     except InvalidChunksError as e:

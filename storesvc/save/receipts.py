@@ -113,8 +113,6 @@ class Receipts:
         """Writes the receipt of a writer, and returns the locations of its chunks.
 
         Args:
-            upload: The upload.
-            writer: Index of the writer.
             sums: Checksums of all chunks of the writer, ascending by ordinal.
             staged: Returns its staging tables, from ``staged``.
             report: What the writer measured; None: nothing.
@@ -246,7 +244,6 @@ class Receipts:
             yield sums.ordinal[np.sort(rows)]
 
     async def finished_writers(self, name: UploadName) -> frozenset[int]:
-        """Returns the writers of an upload that have a receipt."""
         places = RunPaths(name.run)
         receipts = await self.bucket.list(places.receipts(name.upload))
         return frozenset(map(places.parse_writer, receipts))
@@ -401,7 +398,6 @@ _NAME: Final = re.compile(r"[a-z ]{1,32}")
 
 
 def check_report(report: report_pb2.WriterReport) -> None:
-    """Rejects a malformed report."""
     if len(report.phases) > MAX_PHASES:
         raise InvalidFieldError(
             f"report.phases: expected at most {MAX_PHASES}, got {len(report.phases)}"

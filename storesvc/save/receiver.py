@@ -185,12 +185,9 @@ class Receiver:
         each time it has grown.
 
         Args:
-            upload: The upload that the chunks belong to.
-            writer: Index of the writer that sends them.
             parts: Frames, and tables of chunks that the writer put into the pool.
             watch: Measures the phases of the call; None: not measured.
             storing: Called at intervals while something is being made durable.
-            peer: Host of the client.
 
         Raises:
             InvalidChunkError: A frame or a table does not fit the leaf table.

@@ -275,8 +275,6 @@ def find_claims(tree: Tree, sums: Sums, sources: Sequence[Source]) -> list[Claim
     claimed from the first.
 
     Args:
-        tree: Leaf table of the upload.
-        sums: Checksums of the chunks to find.
         sources: Where to look, in order of preference.
     """
     left = np.ones(len(sums), np.bool_)

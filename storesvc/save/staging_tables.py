@@ -141,9 +141,6 @@ async def tables_at(
     A chunk that was stored several times has several rows.
 
     Args:
-        bucket: The bucket.
-        places: Paths of the tables.
-        chunk_count: Number of chunks of the leaf table.
         known: Tables by path that need not be read.
 
     Raises:

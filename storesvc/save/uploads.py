@@ -256,7 +256,6 @@ class OpenUpload:
 
     @property
     def places(self) -> RunPaths:
-        """The paths of its run."""
         return RunPaths(self.name.run)
 
 
@@ -296,9 +295,6 @@ class Uploads:
         """Takes a step for an upload, and returns its record and its slot.
 
         Args:
-            name: The upload.
-            new: The request.
-            table: Serialised leaf table.
             digests: Digests of the leaves that other writers hold too; empty: none.
             reserve: Rejects the bytes of all stored chunks, before anything is stored.
             commits_now: Whether the same call commits the upload. An absent slot is not
@@ -429,7 +425,6 @@ class Uploads:
         slot: tuple[pb.CheckpointRecord, Generation] | None,
         epoch: int,
     ) -> int:
-        """Returns the epoch of an upload that takes a slot over."""
         if slot is not None:
             return epoch
         # By the floor that the run has after the slot was read.
@@ -471,9 +466,6 @@ class Uploads:
         planned the same save.
 
         Args:
-            name: The upload.
-            writer: Index of the writer that joins.
-            writer_count: Number of writers that it expects.
             plan: Its plan; the digests suffice if writer 0 planned the same.
 
         Raises:

@@ -80,7 +80,6 @@ async def open_store(root: str, *, is_read_only: bool = False) -> Store:
     """Opens the store at a root; creates one if there is none.
 
     Args:
-        root: URI of the store.
         is_read_only: True to write nothing there; the store must exist.
 
     Raises:
@@ -128,13 +127,10 @@ async def running(
     """Serves a store at an address while the context lasts.
 
     Args:
-        store: The store.
-        address: Address to bind.
         tls: Certificates of the server; None serves plaintext.
         notice_seconds: Seconds between the health change and the end of accepting
             calls, so that clients and load balancers can switch to another server.
         read_only: The root if calls that change the store are rejected, else "".
-        security: Authentication and authorization of the callers.
         max_connections: Connections at a time; others are closed at once.
 
     Yields:

@@ -86,7 +86,6 @@ class EmbeddedServer:
             raise
 
     def close(self) -> None:
-        """Drains and stops the server."""
         _run(self._stack.aclose())
         self._remove()
 
@@ -117,10 +116,6 @@ class EmbeddedServer:
 
 def holds_store(root: str, *, timeout: float) -> bool:
     """Returns whether a store exists at a root; creates none.
-
-    Args:
-        root: URI to check.
-        timeout: Maximum seconds.
 
     Raises:
         StartError: The root is not a URI of a supported storage, or the storage did not

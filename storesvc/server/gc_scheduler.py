@@ -65,7 +65,6 @@ async def collecting(store: Store, interval: timedelta) -> AsyncIterator[None]:
     Leaving the context cancels a pass in progress; the next one continues it.
 
     Args:
-        store: The store.
         interval: Interval between passes, and before the first one; 0: none, so that
             only policies are applied, after commits.
     """

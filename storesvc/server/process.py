@@ -60,7 +60,6 @@ LogFormat: TypeAlias = Literal["text", "json"]
 
 
 def log_to_stderr(level: int | str, *, form: LogFormat = "text") -> None:
-    """Configures logging to stderr at a level."""
     text = "%(asctime)s %(levelname)s %(name)s:%(call)s %(message)s"
     logging.basicConfig(level=level, format=text)
     for handler in logging.getLogger().handlers:
@@ -88,7 +87,6 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line."""
         moment = datetime.fromtimestamp(record.created, UTC)
         fields = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -394,7 +392,6 @@ def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
     """Serves a store until SIGTERM or SIGINT, then drains.
 
     Args:
-        serving: The configuration.
         insecure: True to permit plaintext for other machines.
         ready_file: File to write ``HOST:PORT`` to once calls are accepted.
 

@@ -41,7 +41,6 @@ def make_security(
     """Returns the security of a server.
 
     Args:
-        policy: File with the policy; None: there is none.
         anonymous: Role of every caller, in addition to the policy; empty: none.
         root: Root of the store, to lend credentials for; empty: none are lent.
         has_local: True if callers of this machine are ``local``.
@@ -174,7 +173,6 @@ class Tls:
         return tuple(map(file_state, self._files()))
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Reads and validates the files."""
         self._check()
         certificate, key, *client_ca = (read_file(file) for file in self._files())
         return grpc.ssl_server_certificate_configuration(

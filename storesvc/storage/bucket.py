@@ -121,7 +121,6 @@ class Bucket(Protocol):
         """Returns the paths that begin with a prefix, ascending.
 
         Args:
-            prefix: The common beginning of the paths.
             after: Returns only paths after this one, which begins with the prefix.
             limit: Number of paths that the caller needs; None: all. If there are more,
                 a storage that lists in pages returns only as many; others return all.

@@ -60,12 +60,7 @@ class FileCheck:
     """Looks at files in a thread, and waits for it shortly."""
 
     def __init__(self, look: Callable[[], None], *, what: str) -> None:
-        """Creates it; looks at nothing yet.
-
-        Args:
-            look: Reads the files if they changed.
-            what: Their name in the log.
-        """
+        """Creates it; looks at nothing yet."""
         self._look = look
         self._what = what
         self._lock = threading.Lock()

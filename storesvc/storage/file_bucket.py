@@ -133,7 +133,6 @@ class FileThreads:
 
         Args:
             path: The path that the function reads or writes.
-            function: The blocking function.
             seconds: Deadline, time in the queue included; None for no deadline.
             discard: Called with the result, in a new thread, if the caller no longer
                 waits for it.

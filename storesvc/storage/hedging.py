@@ -56,7 +56,6 @@ class LogThrottle:
 
         Args:
             key: Lines with an equal key are alike. Keys are kept: use few.
-            now: The current time.
         """
         last = self._admitted.get(key)
         if last is not None and now - last < PAUSE_SECONDS:
@@ -187,7 +186,6 @@ class Hedging:
         """Records the end of a read.
 
         Args:
-            size_bytes: Size of the read.
             seconds: Its latency; None if it got no response.
         """
         with self._lock:
@@ -249,13 +247,11 @@ class CallSchedule:
         self._slow_at = self._late_at = math.inf
 
     def resume(self, *, now: float) -> None:
-        """Records that it is sent now."""
         self._tries -= 1
         self._ask(now)
         self._sent_at = now
 
     def record_answer(self, *, now: float) -> None:
-        """Records the response."""
         self._reads.end(self.size_bytes, now - self._sent_at)
 
     def record_abandonment(self) -> None:

@@ -25,8 +25,6 @@ _NOWHERE: Final = "nowhere/"
 
 
 class OpenedStorage(NamedTuple):
-    """An open storage."""
-
     storage: Storage
     root: ts.KvStore
     context: ts.Context
@@ -122,7 +120,6 @@ async def names(root: ts.KvStore, prefix: str, after: str = "") -> list[str]:
 
 
 def key_range(prefix: str, after: str = "") -> ts.KvStore.KeyRange:
-    """Returns the range of the paths that begin with a prefix."""
     first = f"{after}\0" if after else prefix
     stop = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
     return ts.KvStore.KeyRange(first, stop)

@@ -97,7 +97,6 @@ class Storage:
         return int(limits[0]["limit"]) if limits else 1
 
     def describe(self, path: str) -> str:
-        """Returns the name of a path in messages."""
         return f"{self.name}/{path}" if self.is_remote else path
 
     def check(self, path: str) -> None:

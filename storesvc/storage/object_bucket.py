@@ -427,7 +427,6 @@ class TensorStoreBucket:
             return await self._backend.sizes(folder)
 
     def key_space(self, *, path: str, pool: str) -> "KeySpace":
-        """Returns the OCDBT key space at a path."""
         return KeySpace(self, path=path, pool=pool)
 
     @contextmanager
@@ -526,7 +525,6 @@ class KeySpace:
         return await self._decode_node(_NODE, data, f"btreenode::{_NODE}:0:{length}")
 
     async def _decode_node(self, name: str, data: bytes, location: str | None) -> Any:
-        """Decodes the bytes of the manifest or of a node."""
         context = ts.Context()
         with translate_errors(self._storage, self._path):
             opening = ts.KvStore.open({"driver": MEMORY_DRIVER}, context=context)

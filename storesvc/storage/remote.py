@@ -149,8 +149,6 @@ class S3Deletes:
         """Returns the generations of the objects that begin with a prefix, by path.
 
         Args:
-            prefix: The prefix, a folder.
-            after: Returns only objects after this path.
             limit: Returns at most so many, the first ones; None: all.
 
         Raises:
@@ -213,7 +211,6 @@ class S3Deletes:
             raise failure_error(self._storage, path, str(e)) from broken
 
     def _sign_url(self, path: str) -> str:
-        """The signed URL that deletes an object."""
         import obstore
         from obstore.exceptions import BaseError
 

@@ -122,10 +122,6 @@ def call_seconds(storage: Storage, *, size_bytes: int = 0) -> float | None:
     """Returns the deadline of a call in seconds; None for a bucket in memory.
 
     A local disk has a deadline too: it may be a network file system that hangs.
-
-    Args:
-        storage: The storage to be called.
-        size_bytes: Size of the request or of the response.
     """
     if storage.is_memory:
         return None
@@ -238,10 +234,6 @@ async def send(
     transient errors.
 
     Args:
-        window: The window.
-        ask: Sends the request once.
-        size_bytes: Size of the request or of the response.
-        answered: Outcome of a request that is answered.
         probe: Returns once the bucket has answered a probe; called before each attempt
             while it rejects requests.
         patience_seconds: Time for which it is repeated; None: ``SEND_SECONDS``.
@@ -323,11 +315,7 @@ class HedgedSender:
         """Creates it.
 
         Args:
-            limits: Limits of the calls.
             operation: Kind of the calls: "read", "write" or "change".
-            window: The window of the bucket.
-            probe: As of ``send``.
-            patience_seconds: As of ``send``.
             log: Gets a line for a call that is late.
         """
         self._hedging = Hedging(limits)

@@ -286,7 +286,6 @@ class NewFile:
         """Creates the file.
 
         Args:
-            root: A directory.
             path: Relative to the root; none of its directories may be a link.
 
         Raises:
@@ -321,7 +320,6 @@ class NewFile:
         os.close(self._descriptor)
 
     def discard(self) -> None:
-        """Closes and removes the file."""
         os.close(self._descriptor)
         with suppress(OSError):
             remove_file(self._root, self._path)

@@ -347,7 +347,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return time.perf_counter() - self._since
 
 
@@ -359,7 +358,6 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        """Starts the timer."""
         self._since = time.perf_counter()
         self._lock = Lock()
         self._phases: dict[str, float] = {}

@@ -171,7 +171,6 @@ class Metrics:
         ).set(1)
 
     def __call__(self, event: Event) -> None:
-        """Counts an event."""
         match event:
             case CallStarted():
                 started, in_flight = self._of_method(event.method)

@@ -74,10 +74,7 @@ def resolve(
     """Returns the outcome of an announced change.
 
     Args:
-        number: Number of the announcement.
-        announcement: The announcement.
         held: The object that it names, read at any time after the announcement.
-        now: Current time (UTC).
 
     Raises:
         FormatUnsupportedError: This release does not know the kind of the change.
@@ -116,7 +113,6 @@ def is_full(position: Position) -> bool:
 
 
 def advance(position: Position, number: int, outcome: Outcome) -> Position:
-    """Returns the position after one of its numbers was resolved."""
     pending = [n for n in position.pending if n != number]
     if outcome is Outcome.PENDING:
         pending.append(number)
@@ -127,9 +123,7 @@ def pack_token(position: Position, *, parent: str, key: bytes, nonce: bytes) -> 
     """Returns the resume token of a position.
 
     Args:
-        position: The position.
         parent: Resource name of the watched run or namespace.
-        key: Key of the store.
         nonce: Random bytes, different for each token.
     """
     steps = [after - before for before, after in pairwise((0, *position.pending))]

@@ -365,7 +365,6 @@ class _Feed:
             self._polling.result()
 
     def close(self) -> None:
-        """Ends the poll."""
         if self._polling is not None:
             self._polling.cancel()
         self.moved.set()
@@ -405,7 +404,6 @@ class _Feed:
         with the error of a damaged one.
 
         Args:
-            position: Where to begin.
             run: Only changes of this run matter; None: of every run.
 
         Raises:

@@ -1,22 +1,27 @@
-"""Examples in the docstrings of the public API, which the reference shows: they run.
+"""The docstrings of the public API, which the reference shows: their examples run, and
+arguments are described.
 
-Each runs over a store of its own with two checkpoints, with the names of ``_names``.
-Values that an example shows are of another store, so they are compared
-only where ``SHOWN`` names the example.
+Each example runs over a store of its own with two checkpoints, with the names of
+``_names``. Values that an example shows are of another store, so they are compared only
+where ``SHOWN`` names the example.
 """
 
 import doctest
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
 import storesvc_client as store
+from tests.site.client_pages import MODELS, PARTS
 from tests.support.examples import sampled
 
 NOT_RUN: Final = {
@@ -134,3 +139,29 @@ def test_examples_that_do_not_run_are_few_and_exist() -> None:
 
     assert NOT_RUN.keys() | set(SHOWN) <= set(found)
     assert len(found) - len(NOT_RUN) > 25
+
+
+def _reference() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the functions of the reference, and the methods of its classes."""
+    modules = {"storesvc_client": store.__all__, **MODELS}
+    paths = [f"{module}.{name}" for module, names in modules.items() for name in names]
+    for path in (*paths, *chain.from_iterable(PARTS.values())):
+        found = resolve_name(path)
+        if inspect.isfunction(found):
+            yield path, found
+        elif inspect.isclass(found):
+            for name, member in inspect.getmembers(found, inspect.isroutine):
+                if name[0] != "_" and "storesvc" in getattr(member, "__module__", ""):
+                    yield f"{path}.{name}", inspect.unwrap(member)
+
+
+def test_the_reference_describes_each_argument_or_none() -> None:
+    lacking = {}
+    for path, function in _reference():
+        _, _, described = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+        found = re.findall(r"^    \**(\w+):", described, re.MULTILINE)
+        wanted = inspect.signature(function).parameters
+        if found and (lost := {*wanted} - {*found, "self", "cls"}):
+            lacking[path] = lost
+
+    assert {} == lacking

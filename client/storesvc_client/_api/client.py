@@ -174,7 +174,6 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def _stamp(name: str, time: object) -> Timestamp:
-    """Returns the message of a time."""
     stamp = Timestamp()
     if isinstance(time, datetime) and time.tzinfo is not None:
         with suppress(ValueError, OverflowError):  # not in the years of UTC

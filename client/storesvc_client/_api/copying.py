@@ -183,7 +183,6 @@ class RunCopy:
         return f"{self._place}@{checkpoint.step}"
 
     def _copy(self, checkpoint: Checkpoint, present: Iterable[int]) -> Transfer:
-        """Copies one checkpoint."""
         reader = read_checkpoint(
             self._from_session,
             self._from.checkpoint_name(checkpoint.step),
@@ -264,7 +263,6 @@ class CheckpointFiller:
         self._bytes = replace(reader.manifest, tree=make_bytes_tree(reader.tree))
 
     def fill(self, slab_queue: SlabQueue, held: I64, meter: Meter) -> None:
-        """See ``Filler.fill``."""
         is_wanted = np.ones(self._bytes.tree.chunk_count, np.bool_)
         is_wanted[held] = False
         # The reader's own buffers are as large as the window.

@@ -47,7 +47,6 @@ class LoopSaves:
     """The saves of one loop, in order."""
 
     def __init__(self, run: str, on_failure: OnFailure) -> None:
-        """Begins to count."""
         self.saved_step: int | None = None
         """Newest step that was committed."""
         self.failures = 0
@@ -162,11 +161,9 @@ class NoTermination:
     agrees_at_each_step = False
 
     def is_due(self) -> bool:
-        """See ``Termination``."""
         return False
 
     def close(self) -> bool:
-        """See ``Termination``."""
         return False
 
 
@@ -181,7 +178,6 @@ class JobTermination:
         """See ``Termination``."""
 
     def close(self) -> bool:
-        """See ``Termination``."""
         return False
 
 
@@ -217,11 +213,9 @@ class OwnTermination:
         return None
 
     def is_due(self) -> bool:
-        """See ``Termination``."""
         return self._received
 
     def close(self) -> bool:
-        """See ``Termination``."""
         # a handler that was installed within the block stays
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._previous)

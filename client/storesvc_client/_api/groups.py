@@ -655,7 +655,6 @@ class Uploads:
 def _resource(
     stub: RunStub, kind: type[HoldName | TagName | UploadName], child: str
 ) -> str:
-    """Returns the resource name of a hold, a tag or an upload of a run."""
     try:
         return kind(stub.name, child).resource
     except (InvalidNameError, TypeError) as e:
@@ -792,7 +791,6 @@ class _Stream:
         raise AssertionError
 
     def close(self) -> None:
-        """Ends the call."""
         if self._call is not None:
             self._call.cancel()
             self._call = None
@@ -816,7 +814,6 @@ class _Stream:
 
 
 def _newest(connection: Connection, run: str) -> api.Checkpoint | None:
-    """Returns the newest checkpoint of a run; None if it has none."""
     request = api.GetCheckpointRequest(name=f"{run}/checkpoints/latest")
     with suppress(NotFoundError):
         return connection.ask(connection.checkpoints.GetCheckpoint, request).checkpoint

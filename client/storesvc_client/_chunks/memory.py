@@ -120,7 +120,6 @@ class BufferPool:
         raise NotImplementedError
 
     def give_back(self, buffer: Bytes) -> None:
-        """Returns a buffer to the pool."""
         raise NotImplementedError
 
     def wake(self) -> None:
@@ -145,7 +144,6 @@ class StagingPool(BufferPool):
             return self._free_bytes + self._used_bytes
 
     def take_now(self, size: int) -> "Bytes | None":
-        """See ``BufferPool``."""
         with self._changed:
             if not (self._free.get(size) or self._grow(size)):
                 return None
@@ -154,7 +152,6 @@ class StagingPool(BufferPool):
             return self._free[size].pop()
 
     def give_back(self, buffer: Bytes) -> None:
-        """See ``BufferPool``."""
         with self._changed:
             self._used_bytes -= len(buffer)
             self._free_bytes += len(buffer)
@@ -236,7 +233,6 @@ class ExtentPool(BufferPool):
             return sum(stop - start for start, stop in self._used.values())
 
     def take_now(self, size: int) -> "Bytes | None":
-        """See ``BufferPool``."""
         needed = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
         with self._changed:
             if any(start >= self.budget_bytes for start, _ in self._used.values()):
@@ -254,7 +250,6 @@ class ExtentPool(BufferPool):
         return None
 
     def give_back(self, buffer: Bytes) -> None:
-        """See ``BufferPool``."""
         with self._changed:
             start, stop = self._used.pop(buffer.ctypes.data)
             if start < self.budget_bytes:
@@ -359,8 +354,6 @@ def allocate(size_bytes: int) -> "Bytes":
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """A free block."""
-
     mapping: mmap.mmap
     size_bytes: int
     """Usable bytes: those from the first boundary of a huge page."""

@@ -46,7 +46,6 @@ class Slab:
 
     @property
     def ordinals(self) -> range:
-        """Ordinals of its chunks."""
         return range(self.first, self.first + len(self.sizes))
 
     @property
@@ -103,7 +102,6 @@ class SumsInProgress:
         return int(self._crc32c[ordinal])
 
     def set(self, ordinal: int, crc32c: int, digest: bytes) -> None:
-        """Sets the checksums of a chunk."""
         self._crc32c[ordinal] = crc32c
         self._digests[ordinal] = np.frombuffer(digest, np.uint8)
         self._known[ordinal] = True

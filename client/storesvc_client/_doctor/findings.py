@@ -70,7 +70,6 @@ def skipped(check: str, why: str) -> Finding:
 
 
 def problem(code: str, found: str) -> Finding:
-    """Returns the finding of a problem."""
     return Finding(code, PROBLEMS[code].severity, found, *PROBLEMS[code][1:])
 
 

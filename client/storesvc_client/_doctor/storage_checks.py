@@ -53,7 +53,6 @@ class Probe:
 
     @property
     def storage(self) -> Storage:
-        """The storage of the bucket."""
         return self.bucket.opened.storage
 
     @property

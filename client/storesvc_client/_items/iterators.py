@@ -253,7 +253,6 @@ def at(where: str) -> str:
 
 
 def type_name(kind: type) -> str:
-    """Returns the name of a type in messages."""
     name = kind.__qualname__
     return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
 
@@ -320,7 +319,6 @@ class _Methods:
 
 
 def has_state(owner: object) -> bool:
-    """Returns whether an object has a state."""
     return _shard_methods(owner) is not None or _methods(owner) is not None
 
 

@@ -352,7 +352,6 @@ def decode(kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
 
     Args:
         kind: Kind of the leaf, one of ``ENCODED_KINDS``.
-        data: Its bytes.
 
     Raises:
         ValueError: The bytes are no encoding of this kind.

@@ -107,7 +107,6 @@ class Outcome:
 
     @classmethod
     def of_text(cls, text: str) -> Self:
-        """Parses the JSON of an outcome."""
         return cls(**json.loads(text))
 
     @property
@@ -232,12 +231,10 @@ def ordinal(job: Job, what: str) -> int:
 
 
 def introduce(job: Job, host: str) -> None:
-    """Publishes the host of this process."""
     job.post(_HOST.format(job.index), host)
 
 
 def process_name(job: Job, index: int) -> str:
-    """Returns the name of a process in messages."""
     host = job.read(_HOST.format(index))
     return f"process {index} ({host})" if host else f"process {index}"
 
@@ -296,7 +293,6 @@ class WaitLogTimer:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._began
 
     @property

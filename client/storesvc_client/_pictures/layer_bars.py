@@ -84,16 +84,10 @@ class Plane:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return -(-self.count // self.columns)
 
     def cells(self, most: int, marked: Iterable[int] = ()) -> "Iterator[Cell]":
-        """Yields at most some cells, each of which stands for a square of the plane.
-
-        Args:
-            most: Maximum number of cells.
-            marked: Numbers of cells of the grid to be counted.
-        """
+        """Yields at most some cells, each of which stands for a square of the plane."""
         side = 1
         while math.prod(-(-n // side) for n in (self.rows, self.columns)) > most:
             side += 1
@@ -123,7 +117,6 @@ class Cell:
 
     @property
     def first(self) -> int:
-        """Number of its first cell of the grid."""
         return self.top * self.plane.columns + self.left
 
     @property
@@ -137,7 +130,6 @@ class Cell:
 
     @property
     def count(self) -> int:
-        """Number of its cells of the grid."""
         return sum(map(len, self.numbers))
 
 
@@ -165,11 +157,8 @@ def chunk_map(
     """Returns the map of the chunks of a leaf as SVG.
 
     Args:
-        shape: Shape of the leaf.
-        chunk_shape: Shape of its chunks.
         changed: Numbers of the changed chunks, in C order; None if that is not asked,
             or not known.
-        width: Width in pixels.
     """
     grid = Grid(tuple(shape), tuple(chunk_shape), 1)
     if not grid.count:

@@ -157,7 +157,6 @@ class LeafStatistics(Counted):
 def leaf_statistics(
     leaf: LeafInfo, blocks: "Iterable[tuple[Region, NDArray[Any]]]"
 ) -> LeafStatistics:
-    """Returns the statistics of a leaf."""
     from storesvc.format.dtypes import DTYPES
     from storesvc_client._pictures.statistics import (
         BlockMeans,
@@ -365,7 +364,6 @@ _SCALE_WIDTH: Final = 160.0
 def draw_heatmap(
     means: "Means | None", shape: Sequence[int], *, remark: str = ""
 ) -> str:
-    """Returns the heatmap of a leaf as SVG."""
     known = [mean for row in means or () for mean in row if mean is not None]
     if means is None or not known:
         text = "a heatmap needs two dimensions" if means is None else "no finite values"

@@ -58,8 +58,6 @@ def make_scale(
 
     Args:
         values: The values, all finite; those beyond 1e300 are drawn at the edge.
-        start: Place of the lowest value.
-        end: Place of the highest value.
         whole: Whether ticks must be whole numbers.
     """
     low, high = (min(max(v, -_MAX), _MAX) for v in (min(values), max(values)))

@@ -90,7 +90,6 @@ class _EachValue:
         self._counts = np.zeros(len(every), np.int64)
 
     def add(self, part: "NDArray[Any]") -> None:
-        """Counts the values of a part."""
         bits = np.ascontiguousarray(part).reshape(-1).view(self._bits)
         self._counts += np.bincount(bits, minlength=len(self._counts))
 
@@ -231,7 +230,6 @@ class _Moments:
         return cls(len(values), mean, float(np.square(values - mean).sum()), exponent)
 
     def join(self, other: "_Moments") -> "_Moments":
-        """Returns the moments of the values of both."""
         if not self.count:
             return other
         exponent = max(self.exponent, other.exponent)
@@ -285,7 +283,6 @@ class BlockMeans:
         self._divisor = float(np.prod([float(n) for n in shape]))
 
     def add(self, region: "Region", part: "NDArray[Any]") -> None:
-        """Adds the values of a region."""
         values = as_float64(part)
         is_finite = np.isfinite(values)
         # divided first, as a sum could overflow
@@ -307,7 +304,6 @@ class BlockMeans:
         self._sums[at] += sums
 
     def means(self) -> Means:
-        """Returns the means."""
         is_known = self._count > 0
         scale = self._divisor / np.where(is_known, self._count, 1.0)
         means = self._sums * scale

@@ -55,8 +55,6 @@ def element(
     """Returns an element.
 
     Args:
-        tag: Name of the element.
-        content: Elements and escaped texts in it.
         title: Lines that are shown while a pointer is on it; "" for none.
         **attributes: Attributes; "_" stands for "-", also at the end of a keyword.
     """
@@ -71,7 +69,6 @@ def element(
 
 
 def document(body: Iterable[str], *, label: str, width: float, height: float) -> str:
-    """Returns a picture."""
     return element(
         "svg",
         "".join(body),

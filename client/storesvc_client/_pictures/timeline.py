@@ -54,8 +54,6 @@ _WIDEST: Final = 150.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedName:
-    """A name with its place."""
-
     text: str
     x: float
     anchor: Literal["start", "end"]
@@ -68,11 +66,6 @@ def placed_names(
 ) -> Iterator[PlacedName]:
     """Yields the names that have room: on the right of their mark, on its left, or
     above it.
-
-    Args:
-        marks: Place and name of each mark, ascending by place.
-        radius: Half of the width of a mark.
-        width: Right end of the lane.
     """
     beside, above = 0.0, 0.0  # ends of the last name in each row
     edges = [*(x - radius for x, _ in marks[1:]), width]

@@ -171,7 +171,6 @@ class Rectangle:
 
     @property
     def area(self) -> float:
-        """Area in square pixels."""
         return self.width * self.height
 
     def inside(self, *, top: float, edge: float) -> "Rectangle":
@@ -390,7 +389,6 @@ class _Part:
 
 
 def place_tiles(leaves: Iterable[LeafInfo], whole: Rectangle, *, most: int) -> Tiling:
-    """Returns the layout of a treemap."""
     every = [*leaves]
     seen = [(leaf.key.split("/"), leaf) for leaf in every if leaf.size_bytes]
     tiles, groups = list[Tile](), list[Group]()
@@ -484,11 +482,8 @@ def treemap(
     """Returns a treemap as SVG; tiles have their key in ``data-key``.
 
     Args:
-        leaves: Leaves of a checkpoint.
-        width: Width in pixels.
         height: Height in pixels, with the legend.
         changed: Shares of changed chunks, which then give the colours; None: dtypes do.
-        most: Maximum number of rectangles.
     """
     every = [*leaves]
     whole = Rectangle(x=0.0, y=0.0, width=width, height=height - _LEGEND)

@@ -129,7 +129,6 @@ def nest(
     ``containers`` lists them. An item of a sequence that held no leaf becomes None.
 
     Args:
-        leaves: The leaves.
         containers: The None values, empty containers and tuples that the leaves do not
             show. Containers without leaves that are not listed are omitted.
 
@@ -197,7 +196,6 @@ class _Nesting:
         """Items absent from lists so far."""
 
     def make_container(self, node: Any) -> Any:
-        """Returns the container of a node."""
         if id(node) not in self._kinds:
             return {} if isinstance(node, dict) and not node else node
         items = {part: self.make_container(child) for part, child in node.items()}

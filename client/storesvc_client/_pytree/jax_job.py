@@ -61,12 +61,10 @@ class _JaxJob:
         self._passed: Counter[str] = Counter()
 
     def count_passed(self, what: str) -> int:
-        """See ``Job.count_passed``."""
         with self._lock:
             return self._passed[what]
 
     def advance(self, what: str, passed: int) -> bool:
-        """See ``Job.advance``."""
         with self._lock:
             was_so = self._passed[what] == passed
             if was_so:
@@ -74,7 +72,6 @@ class _JaxJob:
             return was_so
 
     def post(self, key: str, text: str) -> None:
-        """See ``Job.post``."""
         try:
             self._board.key_value_set(key, text)
         except JaxRuntimeError as e:
@@ -82,28 +79,24 @@ class _JaxJob:
                 raise _unreachable(e) from e
 
     def replace(self, key: str, text: str) -> None:
-        """See ``Job.replace``."""
         try:
             self._board.key_value_set(key, text, allow_overwrite=True)
         except JaxRuntimeError as e:
             raise _unreachable(e) from e
 
     def increment(self, key: str) -> int:
-        """See ``Job.increment``."""
         try:
             return int(self._board.key_value_increment(key, 1))
         except JaxRuntimeError as e:
             raise _unreachable(e) from e
 
     def delete(self, key: str) -> None:
-        """See ``Job.delete``."""
         try:
             self._board.key_value_delete(key)
         except JaxRuntimeError as e:
             raise _unreachable(e) from e
 
     def read(self, key: str, *, seconds: float = 0.0) -> str | None:
-        """See ``Job.read``."""
         end = time.monotonic() + seconds
         while True:
             left = end - time.monotonic()

@@ -105,7 +105,6 @@ def plan_chunk_layout(grid: Grid, blocks: tuple[Region, ...]) -> ChunkLayout:
     """Returns the layout of a leaf.
 
     Args:
-        grid: The grid of chunks.
         blocks: The regions that are stored on the host or on a device; they do not
             overlap.
     """
@@ -584,7 +583,6 @@ def storable(
     """Yields the leaves with their signatures, ordered by key.
 
     Args:
-        leaves: The leaves of a pytree.
         is_alone: True if no other process saves the tree, too.
 
     Raises:

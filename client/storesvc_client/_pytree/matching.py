@@ -113,9 +113,6 @@ def match_like(
     """Returns a match of the selected leaves with the leaves of a pytree.
 
     Args:
-        tree: The checkpoint's leaves.
-        like: A pytree with the structure to return.
-        rows: Rows of the checkpoint's selected leaves.
         cast: dtype of the returned floating-point arrays; ``LIKE``: as in ``like``;
             None: no cast.
         keeping: True if leaves that the checkpoint lacks keep their values.
@@ -247,8 +244,6 @@ def check_restorable(name: str, state: Any, initial: Any) -> None:
     Leaves that a checkpoint cannot hold are not compared: a save rejects them.
 
     Args:
-        name: Name of the checkpoint.
-        state: The state after the first step.
         initial: The initial state, which may lack the values of its arrays.
 
     Raises:

@@ -165,7 +165,6 @@ def shardings_by_rules(
     Args:
         tree: A pytree of arrays or their abstract stand-ins. Leaves without a shape are
             treated as scalars.
-        mesh: The mesh.
         rules: The partition rules; see the module.
         indivisible: What to do with leaves that they do not fit.
 

@@ -209,7 +209,6 @@ def allows_wide() -> bool:
 
 
 def would_narrow(dtype: str) -> bool:
-    """Returns whether jax would narrow a dtype."""
     return dtype in _WIDE and not allows_wide()
 
 
@@ -337,10 +336,7 @@ class Target:
         """Returns the target of a restore.
 
         Args:
-            tree: The checkpoint's leaves.
-            name: Name of the checkpoint in messages.
             request: What to restore; ``rows`` are what it selects.
-            rows: Rows of the selected leaves.
             containers: Containers that the leaves do not show; used without ``like``.
             has_text_keys: As for ``match_like``.
 

@@ -435,7 +435,6 @@ class TreeSource:
 
     @property
     def tree(self) -> Tree:
-        """Leaf table of the tree."""
         return self._plan.tree
 
     def reading(self) -> AbstractContextManager[None]:
@@ -619,7 +618,6 @@ def copy_on_devices(
     Later operations on the arrays, including donation, are ordered after them by jax.
 
     Args:
-        values: The leaves.
         mode: "device" always copies, "host" and "none" never do, "auto" does if all
             devices report enough free memory.
     """

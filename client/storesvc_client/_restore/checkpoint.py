@@ -117,13 +117,11 @@ class CheckpointReader(TreeReader):
         return str(self._name)
 
     def find_digests(self, row: int) -> "NDArray[np.uint8]":
-        """See ``TreeReader``."""
         start, stop = self.tree.first_chunk[row : row + 2]
         digests: NDArray[np.uint8] = self.manifest.sums.digests[start:stop]
         return digests
 
     def restore(self, request: RestoreRequest, deadline: DurationLike) -> Any:
-        """See ``TreeReader``."""
         with join_restore(self.job, str(self._name.run)) as joint:
             what = f"restore of {self.name}: deadline="
             ends = Deadline.after(checked_duration(what, deadline).total_seconds())
@@ -238,7 +236,6 @@ class CheckpointReader(TreeReader):
         select: Sequence[Pattern] | None,
         mapping: "MappingRules | MappedTree | None",
     ) -> "Source":
-        """Returns what an export reads."""
         from storesvc_client._export.elements import BucketPool, Source
 
         view = self.map(mapping)
@@ -552,7 +549,6 @@ def read_checkpoint(
 
     Args:
         session: Connection and data root.
-        name: Name of the checkpoint.
         uid: Uid of exactly the checkpoint to open, even if it is deleted; "" opens the
             current one.
         held_by: A lease on it; None if each read takes its own hold.

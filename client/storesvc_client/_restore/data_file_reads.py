@@ -75,10 +75,7 @@ class BufferBudget:
         exit of the process if a file never answers.
 
         Args:
-            reads: The reads.
             take: Performs one read; returns the bytes of the buffers handed over.
-            assembly: Assembly of the buffers.
-            threads: Maximum reads in progress.
             check: Called at intervals; raises an error if a timeout has passed.
         """
         if not reads:
@@ -176,9 +173,6 @@ def plan_file_reads(
     that few leaves are partly in memory, however many files hold parts of each.
 
     Args:
-        manifest: Manifest of the checkpoint.
-        alone: Chunks that are each read by one read.
-        together: Chunks that are read together with their neighbours.
         at_most: Maximum bytes of neighbours in one read.
         gap_bytes: Largest gap between two neighbours in one read.
     """

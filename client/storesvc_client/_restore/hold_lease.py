@@ -55,8 +55,6 @@ class Lease:
         """Creates the hold.
 
         Args:
-            connection: Connection to the store.
-            checkpoint: Checkpoint to hold.
             uid: Uid of exactly the checkpoint to hold, even if it is deleted; "" holds
                 the current one.
             owner: Owner shown to users; None is the name of this machine.
@@ -103,12 +101,10 @@ class Lease:
 
     @property
     def checkpoint(self) -> CheckpointName:
-        """The held checkpoint, by step."""
         return parse_received(CheckpointName.from_resource, self._hold.checkpoint)
 
     @property
     def uid(self) -> str:
-        """Uid of the held checkpoint."""
         return self._hold.uid
 
     @property

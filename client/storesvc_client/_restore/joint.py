@@ -63,7 +63,6 @@ class Finding:
 
     @classmethod
     def from_error(cls, error: StoreError) -> "Finding":
-        """Returns the finding of a process that raises an error."""
         if isinstance(error, DataLossError):
             return cls(kind="damage", text=str(error))
         is_peer = isinstance(error, PeerFailedError)
@@ -84,7 +83,6 @@ def agree_on_damage(
     error, or if processes do not answer.
 
     Args:
-        job: The processes; each calls this.
         place: Key prefix of the restore on the board; "" if the processes did not meet.
         error: Error of this process.
         seconds: Time left for the restore.
@@ -165,7 +163,6 @@ def join_restore(job: Job | None, run: str) -> "Generator[JointRestore | None]":
 
     Args:
         job: The processes; if None, this process is alone and None is yielded.
-        run: Name of the run.
     """
     if job is None:
         yield None
@@ -217,7 +214,6 @@ class JointRestore:
 
         Args:
             asked: What to read, as shown in messages: "prod/llama-8b@latest".
-            resolve: Resolves it to a resource name; called in process 0.
             deadline: Deadline for the other processes, here and in ``check``; limited
                 to five minutes.
 
@@ -258,7 +254,6 @@ class JointRestore:
 
         Args:
             digest: Digest of the plan that this process made for all.
-            choice: Choice of this process.
 
         Raises:
             InvalidRequestError: The plan of a process differs; the message names it.
@@ -295,7 +290,6 @@ class JointRestore:
         """Waits until all processes have ended; returns the reading of the slowest one.
 
         Args:
-            own: What this process read.
             seconds: Time that the others may still take.
 
         Raises:
@@ -470,12 +464,10 @@ class JointRestore:
         return f"{self.own_name}: {str(error) or type(error).__name__}"
 
     def _name(self, index: int) -> str:
-        """Returns the name of a process in messages."""
         return process_name(self.job, index)
 
     @property
     def _failure_key(self) -> str:
-        """Key of the first failure."""
         return f"{self._place}/failure"
 
     def _key(self, part: str, index: int) -> str:

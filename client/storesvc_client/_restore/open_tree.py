@@ -93,7 +93,6 @@ class TreeReader:
         raise NotImplementedError
 
     def open_source(self) -> ChunkSource:
-        """Returns the source of its chunks."""
         raise NotImplementedError
 
     def hold(self) -> AbstractContextManager[None]:
@@ -172,7 +171,6 @@ class TreeReader:
 
     @cached_property
     def by_key(self) -> dict[str, int]:
-        """Row of the key of each leaf of the tree."""
         tree = self.tree
         return dict(islice(tree.by_key.items(), tree.tree_count))
 
@@ -247,7 +245,6 @@ class TreeReader:
         meter: Meter,
         deadline: Deadline,
     ) -> Assembly:
-        """Returns the plan of a restore."""
         with collector_paused(), meter.phase("plan"):
             return Assembly(
                 self.manifest,
@@ -427,5 +424,4 @@ class OpenTree:
 
 
 def get_reader(opened: OpenTree) -> TreeReader:
-    """Returns the reader of a checkpoint that a user opened."""
     return opened._reader  # noqa: SLF001 - no user sees it, and this is the only door

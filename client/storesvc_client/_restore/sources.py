@@ -89,7 +89,6 @@ def cut_shares(
     streams end together.
 
     Args:
-        ordinals: The chunks.
         sizes: Stored size of each, in bytes.
         count: Number of shares; more if a share would have too many chunks.
     """
@@ -284,7 +283,6 @@ class FileSource:
         self._open: dict[str, _OpenFile] = {}
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
             reads = self._plan_reads(ordinals, assembly)
         perform = partial(self._perform, _Scratch(), assembly)
@@ -401,7 +399,6 @@ class FileSource:
 
     @contextmanager
     def _translating(self, read: Read) -> Iterator[None]:
-        """Translates errors of the storage."""
         try:
             yield
         except FileNotFoundError as e:
@@ -493,7 +490,6 @@ class BucketSource:
         self.budget = BufferBudget(BUCKET_BUFFER_BYTES, read_bytes=BUCKET_READ_BYTES)
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
             reads = plan_file_reads(
                 self._manifest,
@@ -506,7 +502,6 @@ class BucketSource:
             _BucketReads(self, assembly).run(deque(reads), pool)
 
     def start(self, read: Read) -> RangeRead:
-        """Starts a read."""
         return self._root.start_read(
             f"{self._pool}{read.file}",
             read.start,

@@ -269,7 +269,6 @@ class PeerSource:
     _error: BaseException | None = None
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        """See ``ChunkSource.read``."""
         if not may_spread():  # a late process would receive data of this exchange
             raise UnavailableError(
                 f"restore of {self.name}: an exchange of an earlier restore of this "

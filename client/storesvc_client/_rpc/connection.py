@@ -417,7 +417,6 @@ class Connection:
         return max(0.0, min(self.timeout, deadline.left))
 
     def check_open(self) -> None:
-        """Checks that the connection is open."""
         check_process(self.address, self._process)
         if not self._is_open:
             raise InvalidRequestError(
@@ -426,7 +425,6 @@ class Connection:
 
 
 def _name(request: Message) -> str:
-    """Returns the rpc of a request."""
     return type(request).__name__.removesuffix("Request")
 
 

@@ -300,7 +300,6 @@ class ForwardingChannel(grpc.Channel):
     _channel: grpc.Channel
 
     def _method(self, kind: str, arguments: Any, options: Any) -> Callable[..., Any]:
-        """Returns a callable for a method of a service."""
         raise NotImplementedError
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
@@ -308,15 +307,12 @@ class ForwardingChannel(grpc.Channel):
         return self._method("unary_unary", arguments, options)
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See ``unary_unary``."""
         return self._method("unary_stream", arguments, options)
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """See ``unary_unary``."""
         return self._method("stream_unary", arguments, options)
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See ``unary_unary``."""
         return self._method("stream_stream", arguments, options)
 
     def subscribe(
@@ -324,15 +320,12 @@ class ForwardingChannel(grpc.Channel):
         callback: Callable[[grpc.ChannelConnectivity], None],
         try_to_connect: bool = False,  # noqa: FBT001, FBT002 - gRPC's signature
     ) -> None:
-        """Subscribes to the channel."""
         self._channel.subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
-        """Ends the subscription of a callback."""
         self._channel.unsubscribe(callback)
 
     def close(self) -> None:
-        """Closes the channel."""
         self._channel.close()
 
 
@@ -342,7 +335,6 @@ class RenewedChannel(ForwardingChannel):
     def __init__(
         self, tls: Tls, dial: Callable[[grpc.ChannelCredentials], grpc.Channel]
     ) -> None:
-        """Creates the first channel."""
         self._tls = tls
         self._dial = dial
         self._renewing = threading.Lock()

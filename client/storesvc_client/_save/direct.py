@@ -142,7 +142,6 @@ class FilePool:
 
     @contextmanager
     def create(self, name: str) -> Generator[NewFile]:
-        """See ``Pool.create``."""
         place = f"{self._pool}{name}"
         try:
             rooted_files.make_directories(self._root, place)
@@ -154,7 +153,6 @@ class FilePool:
             raise _translate_error(e, self._root / self._pool) from e
 
     def is_full(self, file: Any) -> bool:
-        """See ``Pool.is_full``."""
         return bool(file.size_bytes >= FILE_BYTES)
 
 
@@ -242,7 +240,6 @@ class _ReferringObject:
         """The part of these bytes that is in memory of the object itself."""
 
     def append(self, parts: Sequence[memoryview]) -> None:
-        """Appends parts."""
         for part in parts:
             self.size_bytes += len(part)
             if len(part) < REFERRED_BYTES:
@@ -272,16 +269,13 @@ class _GrowingObject:
 
     @property
     def copied_bytes(self) -> int:
-        """See ``_ReferringObject``."""
         return self.size_bytes
 
     def append(self, parts: Sequence[memoryview]) -> None:
-        """See ``_ReferringObject``."""
         for part in parts:
             self.size_bytes += self._data.write(part)
 
     def data(self) -> Sequence[Buffer]:
-        """See ``_ReferringObject``."""
         return [self._data.getvalue()]
 
 
@@ -368,7 +362,6 @@ class BucketPool:
 
     @contextmanager
     def begin(self) -> Generator[None]:
-        """See ``Pool.begin``."""
         self._budget.take(self._most_bytes, check=self._check)
         try:
             yield
@@ -377,7 +370,6 @@ class BucketPool:
 
     @contextmanager
     def create(self, name: str) -> Generator[NewFile]:
-        """See ``Pool.create``."""
         new = _ReferringObject() if self.refers else _GrowingObject()
         yield new
         data = new.data()
@@ -392,14 +384,12 @@ class BucketPool:
         )
 
     def is_full(self, file: Any) -> bool:
-        """See ``Pool.is_full``."""
         # Copies are bounded, whatever the size.
         has_copied = self.refers and file.copied_bytes >= OBJECT_BYTES
         return bool(has_copied or file.size_bytes >= self.file_bytes)
 
     @property
     def is_idle(self) -> bool:
-        """See ``Pool.is_idle``."""
         return self._budget.is_idle
 
     def _check(self) -> None:

@@ -662,7 +662,6 @@ def _new_writer(
     meter: Meter,
     joint: "JointSave | None",
 ) -> "Writer":
-    """Returns this process's writer in a save."""
     from storesvc_client._save.writers import JointWriter, Writer
 
     if joint is None:

@@ -183,7 +183,6 @@ class SlabQueue:
         """Waits for a condition; the caller holds ``changed``.
 
         Args:
-            is_ready: The condition.
             starved: Waits of the snapshot that the caller has already reacted to.
 
         Raises:

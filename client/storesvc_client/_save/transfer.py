@@ -144,8 +144,6 @@ def transfer(
     Args:
         session: Connection, staging memory and data root of the store.
         description: The checkpoint, except its tree.
-        plan: Rows and slabs.
-        filler: Reads the chunks.
         known: Checksums of all chunks as the source has them. Chunks that the store
             holds are then not read, and the stored ones are compared. None: the store
             is asked for each chunk once it was read.

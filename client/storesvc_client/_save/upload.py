@@ -145,8 +145,6 @@ class UploadPlan(Protocol):
 
 
 class SaveResult(NamedTuple):
-    """The result of a save."""
-
     checkpoint: Checkpoint
     report: SaveReport
     sums: Sums

@@ -159,7 +159,6 @@ class Writer:
         its name and the checkpoint; retries transient errors.
 
         Args:
-            data: The stored chunks of all leaves, back to back.
             report: What this process measured so far, which the checkpoint keeps.
 
         Raises:
@@ -254,7 +253,6 @@ class Writer:
         """Commits the upload and returns the checkpoint.
 
         Args:
-            ref: The reference to this writer.
             end: From ``describe_end``; None if the writer has finished.
 
         Raises:
@@ -446,7 +444,6 @@ class JointWriter(Writer):
         """Returns None: the others must finish, too."""
 
     def finish(self, ref: api.WriterRef, sums: Sums, report: WriterReport) -> None:
-        """See ``Writer.finish``."""
         try:
             super().finish(ref, sums, report)
         except AlreadyExistsError:
@@ -522,7 +519,6 @@ class JointWriter(Writer):
         self._joint.fail(error)
 
     def check_others(self) -> None:
-        """See ``Writer.check_others``."""
         outcome = self._read_outcome()
         if outcome is not None:
             self._check(outcome)

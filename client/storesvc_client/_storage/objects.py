@@ -211,12 +211,6 @@ async def create(
 ) -> None:
     """Creates an object; accepts one that exists with this content: an earlier request,
     whose response was lost, created it.
-
-    Args:
-        objects: Client of the bucket.
-        key: Name of the object.
-        data: Its content, in parts.
-        read: Reads the object that exists.
     """
     import obstore
     from obstore.exceptions import (
@@ -367,7 +361,6 @@ class LentStore:
         return ReadResult("value", data)
 
     async def write(self, path: str, data: Sequence[Buffer]) -> None:
-        """Creates an object."""
         key = self._key(path)
         read = partial(self.read, path)
         await self._sent(path, lambda objects: create(objects, key, data, read))
@@ -439,7 +432,6 @@ class OwnStore:
         return found
 
     async def write(self, path: str, data: Sequence[Buffer]) -> None:
-        """Creates an object."""
         objects = self._objects  # known: who writes asks for `copies_writes` first
         if objects is None:
             await await_future(self._kvstore.write(path, b"".join(data)))

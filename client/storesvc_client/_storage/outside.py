@@ -180,7 +180,6 @@ def name_below(start: str, full: str) -> str:
 
 
 def _bucket(url: str, noun: str) -> Storage:
-    """Returns the bucket of a URL."""
     try:
         storage = storage_at(url)
     except InvalidFieldError as e:

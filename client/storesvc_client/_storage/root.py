@@ -91,7 +91,6 @@ def check_root(root: Root, *, store_uid: str, timeout: float) -> None:
 
 
 def _record(root: Root, store_uid: str, timeout: float) -> bytes:
-    """Returns the sealed record of the store at a root."""
     expected = (
         f"direct: expected the root of store {store_uid}, which the server serves"
     )

@@ -81,7 +81,6 @@ def failure_event(what: Operation, error: BaseException) -> Event:
 
 
 def save_events(report: SaveReport) -> list[Event]:
-    """Returns the events of a save that was committed."""
     place = "/jax/storesvc/save"
     return [
         Event("event", f"{place}/success"),
@@ -95,7 +94,6 @@ def save_events(report: SaveReport) -> list[Event]:
 
 
 def restore_events(report: RestoreReport) -> list[Event]:
-    """Returns the events of a restore that succeeded."""
     place = "/jax/storesvc/restore"
     return [
         Event("event", f"{place}/success"),
@@ -219,7 +217,6 @@ class Unfinished:
 
 
 def save_span(report: SaveReport, *, process: int) -> Span:
-    """Returns the span of a committed save."""
     events: dict[str, Mapping[str, Attribute]] = {}
     if report.last_process:
         events["last process"] = {"storesvc.last_process": report.last_process}
@@ -228,7 +225,6 @@ def save_span(report: SaveReport, *, process: int) -> Span:
 
 
 def restore_span(report: RestoreReport, *, process: int) -> Span:
-    """Returns the span of a restore that succeeded."""
     events: dict[str, Mapping[str, Attribute]] = {}
     if (other := report.slowest_process) is not None:
         events["slowest process"] = {
@@ -469,7 +465,6 @@ class Telemetry:
         self._send([start_event("save")])
 
     def save_failed(self, error: BaseException, failed: Unfinished) -> None:
-        """Sends the failure of a save."""
         self._send([failure_event("save", error)])
         self._emit(failed_span("save", failed, error), upload=failed.upload)
 
@@ -486,7 +481,6 @@ class Telemetry:
     def restore_failed(
         self, error: BaseException, failed: Unfinished, *, begun: OpenSpan | None
     ) -> None:
-        """Sends the failure of a restore."""
         self._send([failure_event("restore", error)])
         self._end(begun, failed_span("restore", failed, error))
 

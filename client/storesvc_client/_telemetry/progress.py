@@ -155,7 +155,6 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return self.clock() - self._since
 
     @property
@@ -245,7 +244,6 @@ class Meter:
         return _Part(self, name)
 
     def end_part(self, name: str, seconds: float) -> None:
-        """Records the duration of a part."""
         with self._lock:
             if seconds > self.slowest.seconds:
                 self.slowest = Ended(name, seconds)

@@ -389,7 +389,6 @@ def _parse_object(cls: type[Any], value: object, name: str = "report") -> Any:
 
 
 def _parse(kind: Any, value: Any, name: str) -> Any:
-    """Returns the value of a field with an annotation."""
     plain, parts = get_origin(kind) or kind, get_args(kind)
     if plain in _PLAIN:
         expected, is_valid = _PLAIN[plain]

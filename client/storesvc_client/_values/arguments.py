@@ -104,7 +104,6 @@ def _unusable(what: str, bounds: str, got: object) -> InvalidRequestError:
 
 
 def duration_message(length: DurationLike, what: str) -> Duration:
-    """Returns the protobuf message of a duration."""
     message = Duration()
     message.FromTimedelta(as_timedelta(what, length))
     return message
@@ -178,7 +177,6 @@ def parse_received(parse: Callable[[str], N], text: str) -> N:
 
 
 def namespace_resource(namespace: object) -> str:
-    """Returns the resource name of a namespace."""
     text = _text(namespace, "a namespace, such as 'prod'")
     try:
         check_id(text, "namespace")
@@ -303,7 +301,6 @@ def checked_text(place: str, text: object) -> str:
 
 
 def checked_flag(place: str, flag: object) -> bool | None:
-    """Returns a bool, or None."""
     if flag is not None and not isinstance(flag, bool):
         raise InvalidRequestError(f"{place}: expected a bool, got {shown(flag)}")
     return flag

@@ -52,7 +52,6 @@ class ExpressionReader(ABC, Generic[T]):
 
     @property
     def next(self) -> Token:
-        """The next token."""
         return self.tokens[self.at]
 
     def read(self) -> T:

@@ -31,7 +31,6 @@ def read_message(cls: type[T], message: Message, **given: Any) -> T:
 
     Args:
         cls: The dataclass; the message has fields of the same names.
-        message: The message.
         **given: Fields that do not follow from a field of the same name.
     """
     found = given

@@ -102,7 +102,6 @@ class Distributed:
 
 
 def checked_distributed(place: str, value: object) -> Distributed:
-    """Returns the value of ``distributed=``."""
     if not isinstance(value, Distributed):
         raise InvalidRequestError(
             f"{place}: distributed=: expected a Distributed, such as "

@@ -281,7 +281,6 @@ _MODE_NAMES: Final = {number: mode for mode, number in _MODES.items()}
 
 
 def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
-    """Returns the message of a policy."""
     match check_rule(policy):
         case KeepLatest(count):
             return pb.RetentionPolicy(latest=pb.KeepLatest(count=count))

@@ -45,7 +45,6 @@ class Schedule:
         """Returns whether a step is saved.
 
         Args:
-            step: The step.
             waited: Seconds since the last save began, or since the loop did.
         """
         return self.is_due_at(step) or self.is_due_after(waited)
@@ -54,7 +53,6 @@ class Schedule:
         """Returns the first step after a step at which there is anything to decide.
 
         Args:
-            step: The step.
             look_at: Step of the next look at the clock; None if there is none.
         """
         found = [step + each - step % each for each in self.steps]
@@ -67,7 +65,6 @@ class Schedule:
         Args:
             waited: Seconds since the last save began, or since the loop did. If a save
                 is overdue, which another one delays, looks are as rare as after it.
-            seconds_per_step: Duration of the last steps.
         """
         if self.seconds is None:
             return None

@@ -81,7 +81,6 @@ class AnyTrigger(Trigger):
 
 
 def make_schedule(every: object) -> Schedule:
-    """Returns the schedule of triggers."""
     found = _members(_trigger(every))
     steps = {each.count for each in found if isinstance(each, Steps)}
     seconds = [60.0 * each.count for each in found if isinstance(each, Minutes)]
@@ -141,7 +140,6 @@ RAISE: Final = Raise()
 
 
 def checked_on_failure(place: str, value: object) -> OnFailure:
-    """Returns the value of ``on_failure=``."""
     if not isinstance(value, OnFailure):
         raise InvalidRequestError(
             f"{place}: on_failure=: expected Raise() or Tolerate(3), got {value!r}"

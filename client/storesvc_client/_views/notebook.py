@@ -121,7 +121,6 @@ def note(words: str) -> str:
 
 
 def text(words: str) -> str:
-    """Returns a text as HTML."""
     return escape(printable(words))
 
 
@@ -222,7 +221,6 @@ def list_html(values: Sequence[object], *, noun: str = "row", ending: str = "") 
     """Returns the table of a list.
 
     Args:
-        values: Values of one kind.
         noun: What they are, if there is none of them.
         ending: Text below the table, such as an error that ended the list.
     """
@@ -248,10 +246,7 @@ def run_html(
     """Returns the table of the newest checkpoints of a run.
 
     Args:
-        name: Name of the run.
-        address: The store.
         newest: Its newest checkpoints, one more than are shown if there are more.
-        tags: Its tags.
         problem: Reason why they are not known; "" if they are.
     """
     parts = [heading(f"{name} in {address}")]
@@ -275,7 +270,6 @@ RUN_ROWS: Final = 10
 
 
 def checkpoint_html(found: "Checkpoint") -> str:
-    """Returns the fields of a checkpoint."""
     fields = {
         "committed": time_text(found.commit_time),
         "size": size_text(found.size_bytes),
@@ -309,7 +303,6 @@ def tree_html(
 
 
 def items_html(title: str, items: Sequence["ItemInfo"]) -> str:
-    """Returns the table of the items of a checkpoint."""
     return heading(title) + list_html(items, noun="item")
 
 
@@ -338,7 +331,6 @@ def _counts(differences: Iterable["LeafDifference | ItemDifference"]) -> list[st
 
 
 def verification_html(found: "Verification") -> str:
-    """Returns the findings of a verification."""
     checkpoint = found.checkpoint
     read = f"{found.chunk_count:,} chunks, {size_text(found.stored_bytes)}"
     parts = [heading(f"{checkpoint.run}@{checkpoint.step}")]

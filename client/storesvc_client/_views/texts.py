@@ -170,7 +170,6 @@ def numbered_keys(keys: Sequence[str], likeness: Sequence[object]) -> list[Serie
     their first ones; ``tree`` draws such a series as one line.
 
     Args:
-        keys: Different keys.
         likeness: A value of each key, which is equal for all of a series.
     """
     found: _Keys = [(key.split("/"), (at,)) for at, key in enumerate(keys)]
@@ -438,9 +437,7 @@ def draw(
     """Yields the drawing line by line.
 
     Args:
-        nodes: Siblings.
         depth: Maximum number of levels; None: all.
-        expand: Whether to draw each of numbered siblings.
     """
     alone = (Group(node=node, name=node.name, count=1) for node in nodes)
     rows = [*alone] if expand else groups(nodes)

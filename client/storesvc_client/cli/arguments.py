@@ -43,7 +43,6 @@ def convert(parse: Callable[[str], _Value], text: str) -> _Value:
 
 
 def any_path(text: str) -> StorePath:
-    """Returns the path."""
     if is_foreign(text):
         raise click.BadParameter(
             f"{text!r}: expected a path into a store, got checkpoints of another "
@@ -106,7 +105,6 @@ run_or_checkpoint: Final = _accept(
 
 
 def readable_item(text: str) -> LeafPath:
-    """Returns the path of an item, of any project."""
     match readable_path(text):
         case LeafPath(_, glob) as path if glob:
             return path
@@ -134,7 +132,6 @@ def _checkpoint(text: str, path: StorePath) -> CheckpointPath | LeafPath:
 
 
 def whole_checkpoint(text: str) -> CheckpointPath:
-    """Returns the path of a checkpoint as a whole."""
     return _whole(text, any_path(text))
 
 
@@ -167,7 +164,6 @@ def step_path(text: str) -> CheckpointPath:
 
 
 def whole_path(text: str) -> NamespacePath | RunPath | CheckpointPath:
-    """Returns the path of a namespace, a run or a checkpoint."""
     path = any_path(text)
     if isinstance(path, LeafPath):
         raise click.BadParameter(
@@ -204,11 +200,8 @@ def path_argument(
     """Adds a path to a command, as its argument ``name``.
 
     Args:
-        name: The argument.
         convert: Function of this module that parses the path, and decides what a shell
             offers.
-        metavar: Text of the argument in the help.
-        required: Whether it must be given.
         nargs: Number of paths; -1: one or more.
         completion: What a shell offers in place of that.
     """
@@ -224,12 +217,10 @@ def path_argument(
 
 
 def store_target(text: str) -> str:
-    """Returns the store to connect to."""
     return convert(parse_target, text)
 
 
 def store_root(text: str) -> str:
-    """Returns the root of a store as a URI."""
     return parse_root(text)
 
 
@@ -239,7 +230,6 @@ class WholeNumber(click.IntRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Returns the number."""
         try:
             number = int(value)
         except ValueError:
@@ -251,7 +241,6 @@ class WholeNumber(click.IntRange):
 
 
 def duration(text: str) -> timedelta:
-    """Returns the duration."""
     from storesvc_client._values.arguments import parse_duration
 
     return convert(parse_duration, text)

@@ -175,7 +175,6 @@ def complete_tag(context: click.Context, _text: str) -> Iterator[Candidate]:
 
 @_completer
 def complete_context(_context: click.Context, _text: str) -> Iterator[Candidate]:
-    """Yields the names of the contexts."""
     for name in _context_names():
         yield Candidate(value=name)
 
@@ -241,7 +240,6 @@ class _Reader:
         self._rule = rule
 
     def paths(self, text: str) -> Iterator[Candidate]:
-        """Yields paths that begin with a text."""
         run, at, rest = text.partition("@")
         which, colon, key = rest.partition(":")
         if colon and self._rule.most >= Part.LEAF:
@@ -417,7 +415,6 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 """
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Returns the words of the command, and the one to complete."""
         line = os.environ["COMP_LINE"]
         self._typed = parse_line(line, os.environ.get("COMP_WORDBREAKS", ""))
         return [*self._typed.words[1:]], self._typed.text
@@ -474,7 +471,6 @@ fi
 """
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Returns the words of the command, and the one to complete."""
         words, text = super().get_completion_args()
         name, sign, _ = text.partition("=")
         # click completes the value alone of --option=value, but zsh replaces the word

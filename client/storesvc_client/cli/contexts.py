@@ -65,7 +65,6 @@ class Config:
     )
 
     def context(self, name: str) -> Context:
-        """Returns a context."""
         if name not in self.contexts:
             known = ", ".join(sorted(self.contexts)) or "none"
             raise Refusal(
@@ -76,7 +75,6 @@ class Config:
 
 
 def check_name(name: str) -> str:
-    """Returns the name of a context."""
     check_id(name, "context")
     return name
 
@@ -108,7 +106,6 @@ class _Reader:
         self._place = place
 
     def context(self, name: str, table: Any) -> Context:
-        """Returns the context that a table describes."""
         path = (_CONTEXTS, name)
         try:
             check_name(name)
@@ -208,7 +205,6 @@ VARIABLE = "STORESVC_CONFIG"
 
 
 def config_path() -> Path:
-    """Returns the path of the file."""
     if given := os.environ.get(VARIABLE):
         return Path(given)
     try:

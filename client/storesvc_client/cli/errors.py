@@ -22,7 +22,6 @@ class Refusal(click.ClickException):
     exit_code = 1
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Prints the message."""
         click.echo(f"storectl: {self.format_message()}", file=file, err=file is None)
 
 

@@ -96,7 +96,6 @@ _OF_BOTH: Final = ("type", "is_flag", "shell_complete")
 
 
 def global_options(function: _F) -> _F:
-    """Adds the options to the group."""
     for names, settings in reversed(_OPTIONS.items()):
         function = click.option(*names, **settings)(function)
     return function
@@ -215,7 +214,6 @@ class _Group(click.Group):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Parses the options of the group."""
         as_json = "--json" in args[: args.index("--") if "--" in args else None]
         with _report_errors(as_json=as_json):
             context = super().make_context(info_name, args, parent, **extra)
@@ -244,7 +242,6 @@ class _Group(click.Group):
                 raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Returns the names of the commands."""
         return list(COMMANDS)
 
     def resolve_command(
@@ -269,7 +266,6 @@ class _Group(click.Group):
         ctx: click.Context,  # noqa: ARG002
         cmd_name: str,
     ) -> click.Command | None:
-        """Returns a command, or None if there is none."""
         return _command(cmd_name) if cmd_name in COMMANDS else None
 
 
@@ -323,8 +319,6 @@ def main(ctx: click.Context, /, *, verbose: bool, **_: object) -> None:
 
 
 def _connection(ctx: click.Context, **options: Any) -> Connection:
-    """Returns the connection that the options of the group describe."""
-
     def options_from(source: ParameterSource) -> frozenset[str]:
         names = ("store", "ca", "cert", "key", "token_file")
         return frozenset(n for n in names if ctx.get_parameter_source(n) is source)

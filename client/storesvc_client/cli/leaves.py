@@ -187,7 +187,6 @@ class Summary:
 
 
 def summarize(leaf: "LeafInfo", array: "Array") -> Summary:
-    """Returns the summary of a leaf."""
     import numpy as np
 
     if leaf.prng_impl or leaf.kind in ENCODED:

@@ -139,7 +139,6 @@ def _login(
     *,
     refresh_token: str,
 ) -> Login:
-    """Returns the login of the response of a token endpoint."""
     token = str(given.get("access_token", ""))
     # Issuers without tokens for other services give opaque ones; the identity token is
     # for this client, and servers may accept its audience.
@@ -220,12 +219,10 @@ RENEWAL_SECONDS: Final = 60.0
 
 
 def logins_path() -> Path:
-    """Returns the path of the file."""
     return config_path().with_name("tokens.json")
 
 
 def stored_login(store: str) -> Login | None:
-    """Returns the login for a store; None if there is none."""
     found = _read().get(store)
     if found is None:
         return None

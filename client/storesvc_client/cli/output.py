@@ -166,7 +166,6 @@ def print_fields(title: str, pairs: Iterable[tuple[str, str | Sequence[str]]]) -
 
 
 def print_json(value: object) -> None:
-    """Prints one JSON document."""
     click.echo(json_text(json_value(value), indent=2))
 
 
@@ -215,8 +214,6 @@ class Listing(Generic[_Item]):
         """Prints the items; notes on stderr what it leaves out.
 
         Args:
-            items: Items to print.
-            as_json: Whether to print JSON.
             limit: Maximum number of items, including damaged ones; None prints all.
             is_selection: Whether the items are chosen from a list that is read beyond
                 them: then damaged records of it do not count.

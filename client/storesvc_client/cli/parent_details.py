@@ -261,7 +261,6 @@ class MetricRange:
     highest_step: int | None = None
 
     def add(self, value: float, step: int) -> None:
-        """Adds the value of one more checkpoint."""
         self.count += 1
         if math.isnan(value):
             return
@@ -317,7 +316,6 @@ class RunDetails:
 
 
 def print_run(run: "Run", *, as_json: bool) -> None:
-    """Prints the details of a run."""
     from storesvc_client import format_policy
 
     damaged: list[DataLossError] = []
@@ -356,7 +354,6 @@ def print_run(run: "Run", *, as_json: bool) -> None:
 
 
 def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
-    """Prints the details of a namespace."""
     from storesvc_client._documents import list_usages
 
     damaged: list[DataLossError] = []

@@ -132,7 +132,6 @@ def parse_foreign_path(text: str) -> "RunPath | CheckpointPath | LeafPath":
 
 
 def parse_path(text: str) -> StorePath:
-    """Returns the path that the text names."""
     run, at, rest = text.partition("@")
     if not at:
         return _parse_run(text)
@@ -290,7 +289,6 @@ class QualifiedPath:
 
 
 def parse_qualified_path(text: str) -> QualifiedPath:
-    """Returns the place that a text names."""
     try:
         return _parse_qualified_path(text)
     except InvalidNameError as e:  # a context may have the name of a format

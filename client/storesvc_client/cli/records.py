@@ -87,7 +87,6 @@ class Field:
         return self.kind in (Kind.FLAG, Kind.TEXTS, Kind.ANY)
 
     def is_set(self, record: Any) -> bool:
-        """Returns whether a record has a value."""
         match self.value(record):
             case None | "" | () | False:
                 return False
@@ -144,7 +143,6 @@ class Schema:
         return None
 
     def record_names(self, record: Any) -> set[str]:
-        """Returns the names of the metrics and labels of a record."""
         return {name for map_of in self.maps.values() for name in map_of(record)}
 
 
@@ -281,7 +279,6 @@ LEAVES: Final = Schema(
 
 
 def find_schema(path: StorePath | None, *, deleted: bool) -> Schema:
-    """Returns the fields of the records at a path."""
     match path:
         case None | NamespacePath():
             return RUNS
@@ -341,9 +338,6 @@ def comparison(
     """Returns the condition that a field compares so with the value of a text.
 
     Args:
-        field: The field.
-        sign: The operator.
-        text: The value.
         is_quoted: Whether the value was in quotes: then it is no pattern.
         now: Current time, for ages.
 
@@ -543,7 +537,6 @@ class Order:
 
 
 def parse_condition(text: str, schema: Schema, *, now: datetime) -> Condition:
-    """Returns the condition of a text."""
     reader = _Reader(text, schema, now)
     matches = reader.read()
     return Condition(matches=matches, fields=frozenset(reader.fields))
@@ -658,7 +651,6 @@ class RecordSelection:
     def __init__(
         self, schema: Schema, *, where: Sequence[str] = (), sort: str | None = None
     ) -> None:
-        """Parses the options."""
         from datetime import UTC, datetime
 
         now = datetime.now(UTC)

@@ -176,7 +176,6 @@ class Guard:
 
 
 def cookie_name(url: URL) -> str:
-    """Returns the name of the cookie of the console at an address."""
     return f"storesvc-console-{url.port or 80}"
 
 
@@ -202,7 +201,6 @@ class _Assets(StaticFiles):
     """The files of `static/`, whose addresses change with their content."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """Returns a file."""
         response = await super().get_response(path, scope)
         response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
         return response
@@ -268,8 +266,6 @@ class _Console:
         self._renderer = renderer
 
     def shown(self, function: PageFunction) -> Callable[[Request], Response]:
-        """Returns the endpoint of a page."""
-
         def endpoint(request: Request) -> Response:
             return self._response(request, function(self._visit(request)))
 
@@ -319,7 +315,6 @@ class _Console:
             await asyncio.sleep(_POLL_SECONDS)
 
     def store_error(self, request: Request, error: Exception) -> Response:
-        """Returns the page of an error of the store."""
         assert isinstance(error, StoreError)
         return self._error(
             request,
@@ -331,7 +326,6 @@ class _Console:
         )
 
     def http_error(self, request: Request, error: Exception) -> Response:
-        """Returns the page of a request that no page answers."""
         assert isinstance(error, HTTPException)
         message = error.detail
         if error.status_code == 404:
@@ -423,7 +417,6 @@ def _nearest_links(metadata: Mapping[str, str]) -> Iterator[Crumb]:
 
 
 async def _fields(request: Request) -> dict[str, str]:
-    """Returns the fields of a form."""
     body = bytearray()
     async for part in request.stream():
         body += part

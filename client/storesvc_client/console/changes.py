@@ -74,7 +74,6 @@ class Change:
 
 
 def parse_change(action: str, fields: Fields) -> Change:
-    """Returns the change that a form describes."""
     if action not in _CHANGES:
         raise InvalidRequestError(
             f"change: expected one of {', '.join(_CHANGES)}, got {action!r}; use a "

@@ -115,10 +115,7 @@ def level(
     """Returns the rows directly below a prefix; none if there is no such subtree.
 
     Args:
-        nodes: Top nodes of the tree.
         prefix: Beginning of keys, such as "params/layers"; "": the top.
-        apart: Whether alike siblings have a row each.
-        start: Rows to leave out.
     """
     below, above = _below(nodes, prefix)
     return _level(below, prefix, depth=above, apart=apart, start=start)

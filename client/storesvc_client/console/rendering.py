@@ -67,12 +67,10 @@ def command(*words: str) -> str:
 
 
 def run_url(run: str, **values: str | int) -> str:
-    """Returns the address of the page of a run."""
     return with_values(f"/r/{quote(run)}", values)
 
 
 def checkpoint_url(run: str, which: Which, **values: str | int) -> str:
-    """Returns the address of the page of a checkpoint."""
     return with_values(f"/r/{quote(run)}@{quote(str(which), safe='')}", values)
 
 
@@ -92,7 +90,6 @@ def tree_url(run: str, which: Which, **values: str | int) -> str:
 
 
 def leaf_url(run: str, which: Which, key: str) -> str:
-    """Returns the address of the page of a leaf."""
     return checkpoint_url(run, which, key=key)
 
 
@@ -107,7 +104,6 @@ def change_url(action: str, **values: str | int) -> str:
 
 
 def with_values(path: str, values: Mapping[str, str | int]) -> str:
-    """Returns an address with values in its query."""
     return f"{path}?{urlencode(values, quote_via=quote)}" if values else path
 
 
@@ -218,7 +214,6 @@ _HEIGHT: Final = 22
 def metric_plot(
     run: str, metric: str, checkpoints: Sequence[Checkpoint]
 ) -> Markup | None:
-    """Returns the plot of a metric over steps."""
     drawn = [c for c in checkpoints if math.isfinite(c.metrics.get(metric, math.nan))]
     if len(drawn) < 2:
         return None
@@ -283,7 +278,6 @@ def sharding_grid(leaf: LeafInfo) -> Markup | None:
 
 
 def histogram(values: LeafValues, scale: Literal["linear", "symlog"]) -> Markup | None:
-    """Returns the histogram of a leaf."""
     found = values.statistics
     if found is None or found.minimum is None:
         return None
@@ -409,7 +403,6 @@ class Renderer:
         now: datetime,
         address: str,
     ) -> str:
-        """Returns a page as HTML."""
         frame: Mapping[str, Any] = {
             "page": page,
             "sections": sections,

@@ -274,7 +274,6 @@ def metric_points(visit: Visit) -> Mapping[str, Any]:
 
 
 def _facts(checkpoints: Sequence[Checkpoint]) -> Mapping[str, Any]:
-    """Returns the facts on top of the page."""
     stored = sum(checkpoint.stored_bytes for checkpoint in checkpoints)
     own = sum(checkpoint.own_bytes for checkpoint in checkpoints)
     times = [(c.commit_time - c.create_time) for c in checkpoints[:_SAVES]]

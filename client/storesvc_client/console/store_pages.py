@@ -40,7 +40,6 @@ class UploadRow:
 
 
 def show_uploads(visit: Visit) -> Page:
-    """Returns the live uploads of all runs."""
     parent = visit.query.get("in") or None
     damaged: list[DataLossError] = []
     found = [*visit.client.uploads(parent, on_damage=damaged.append)]
@@ -329,7 +328,6 @@ PAGES: Final = tuple(
 
 
 def show_help(visit: Visit) -> Page:  # noqa: ARG001 - every page gets the visit
-    """Returns the list of pages."""
     return Page(
         template="help.html",
         title="Help",

@@ -57,7 +57,6 @@ class EventFeed:
         """Begins to watch.
 
         Args:
-            watch: Returns the events.
             parent: Namespace or run that is watched.
             numbers: Numbers for the events: of all feeds, because a browser continues
                 after the last number that it has seen, also if its feed began again.
@@ -222,7 +221,6 @@ class Content:
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """Top nodes of the tree."""
         return grow(self.opened.leaves.values())
 
     def values(self, leaf: LeafInfo) -> LeafValues:
@@ -258,7 +256,6 @@ class OpenedCheckpoints:
         """Returns a checkpoint, deleted ones included.
 
         Args:
-            run: Run of the checkpoint.
             which: Step, "latest" or tag.
             most: Leaves above which a tree is not read, unless it is kept; None reads
                 any.
@@ -299,7 +296,6 @@ class Visit:
 
     @property
     def run(self) -> Run:
-        """The run that the address names."""
         run, _, _ = self.path["name"].partition("@")
         return self.client.run(f"{self.path['namespace']}/{run}")
 
@@ -328,7 +324,6 @@ class Visit:
 
 
 def parse_number(name: str, text: str, *, remedy: str) -> int:
-    """Returns a number that a browser has sent."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise InvalidRequestError(
             f"{name}: expected a number of 0 or more, got {text!r}; {remedy}"

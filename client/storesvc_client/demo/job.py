@@ -74,7 +74,6 @@ class History:
 
     @property
     def last(self) -> int:
-        """The last completed step."""
         return max(self.losses)
 
 

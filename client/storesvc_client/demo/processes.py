@@ -147,7 +147,6 @@ class _Process:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Ends the process by SIGKILL."""
         self._process.kill()
         self._process.wait()
 

@@ -56,7 +56,6 @@ _PLAIN: Final = (handlers.PyTreeHandler, handlers.JsonHandler)
 
 
 def checkpointable_content(name: str, value: Any, registry: Any) -> Content:
-    """Returns the content of a checkpointable."""
     handler = None
     with suppress(registration.NoEntryError):  # the save says which leaf is none
         if value is not None:
@@ -158,7 +157,6 @@ class _CreatedPath:
         return str(self.path)
 
     async def await_creation(self) -> Any:
-        """Returns the directory."""
         return self.path
 
 

@@ -57,7 +57,6 @@ _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 
 
 def pack_files(place: str, folder: Path) -> bytes:
-    """Returns the files below a folder as an archive."""
     paths = sorted(path for path in folder.rglob("*") if not path.is_dir())
     if len(paths) > MAX_FILES:
         raise InvalidRequestError(
@@ -85,7 +84,6 @@ def pack_files(place: str, folder: Path) -> bytes:
 
 
 def read_files(place: str, archives: Sequence[bytes]) -> dict[str, bytes]:
-    """Returns the contents of the files in archives, by name."""
     files: dict[str, bytes] = {}
     for data in archives:
         try:
@@ -156,7 +154,6 @@ class Part:
     """Class of version 1 that wrote the files; None: a handler of version 0."""
 
     def value(self) -> dict[str, Any]:
-        """Returns the part as a value of JSON."""
         row: dict[str, Any] = {"kind": self.kind, "place": self.place}
         for name in ("custom_metadata", "handler"):
             if getattr(self, name) is not None:
@@ -188,7 +185,6 @@ class StepRecord:
         return DEFAULT_ITEM in self.parts
 
     def value(self) -> dict[str, Any]:
-        """Returns the record as a value of JSON."""
         return {
             "version": _VERSION,
             "items": {name: part.value() for name, part in self.parts.items()},
@@ -198,7 +194,6 @@ class StepRecord:
 
     @classmethod
     def parse(cls, place: str, value: Any) -> "StepRecord":
-        """Returns the record of a value of JSON."""
         try:
             if value["version"] != _VERSION:
                 raise ValueError(f"its version is {value['version']!r}")

@@ -94,7 +94,6 @@ class TreeMetadata:
             return default
 
     def keys(self) -> Any:
-        """Returns the first keys of a tree that is a dict."""
         return self.tree.keys()
 
     def values(self) -> Any:

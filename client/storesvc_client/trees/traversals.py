@@ -486,7 +486,6 @@ def _index_tree(tree: Mapping[Any, Any]) -> Given:
 def _with_values(
     params: Mapping[GraphPath, Any], given: Given
 ) -> tuple[dict[GraphPath, Any], list[str]]:
-    """Returns the parameters with the given values, and the mismatches."""
     result: dict[GraphPath, Any] = {}
     misfits: list[str] = []
     for path, param in params.items():

@@ -187,7 +187,6 @@ _ATTEMPTS: Final = 8
 
 
 def metric(text: str) -> tuple[str, float]:
-    """Returns the key and the number of a metric."""
     key, _, value = text.partition("=")
     try:
         if key:
@@ -312,7 +311,6 @@ _TAGS: Final = Listing(TAGS)
 
 
 def tag_name(text: str) -> str:
-    """Returns the name of a tag."""
     convert(check_tag, text)
     return text
 

@@ -109,7 +109,6 @@ def _errors_reported() -> Generator[None]:
 
 
 def _show(finding: "Finding") -> None:
-    """Prints a finding as it is made."""
     click.echo(f"{finding.severity.value:<8}{finding.check:<15} {finding.found}")
     if finding.meaning:
         click.echo(f"{'':<24}means: {finding.meaning}")

@@ -147,7 +147,6 @@ def tree(
 
 
 def _items(selection: Selection) -> Iterator[Line]:
-    """Yields the lines of the items."""
     items = selection.items
     if items:
         total = sum(item.size_bytes for item in items)
@@ -373,7 +372,6 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
 
 
 def _print_foreign(opened: "ForeignCheckpoint", *, as_json: bool) -> None:
-    """Prints a checkpoint of another project."""
     info, held = opened.info, contents(opened)
     if as_json:
         print_json(json_value(info) | held)

@@ -289,7 +289,6 @@ def _shared_bytes(checkpoint: "Checkpoint") -> int:
 
 
 def policy(text: str) -> "RetentionPolicy":
-    """Returns the retention policy."""
     from storesvc_client import parse_policy
 
     return convert(parse_policy, text)

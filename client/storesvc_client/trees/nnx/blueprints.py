@@ -75,8 +75,6 @@ def cast_floating(tree: Any, dtype: Any, place: str = "cast=") -> Any:
     keys are unchanged.
 
     Args:
-        tree: The tree.
-        dtype: The dtype, or its name.
         place: The argument, for messages.
     """
     name = str(checked_cast(place, dtype))
@@ -284,8 +282,6 @@ def init_opt_state(
     """Returns the initial state of an optimizer, in its final placement.
 
     Args:
-        tx: The optimizer.
-        graphstate: The parameters.
         mesh: The mesh, if there are rules.
         rules: Partition rules for the leaves. None: the placement that ``tx.init``
             gives them; moments then have their parameter's sharding.
@@ -374,7 +370,6 @@ def draw_blueprint(
         model: The caller's model; see ``ModelLike``. A class with a config class is
             called with the config and dtypes of the recipe, any other class with
             ``rngs`` only, if it accepts that.
-        recipe: Recipe of the checkpoint, if it has one.
         mesh: The mesh to set in the config, if the config accepts one.
         dtype: The ``param_dtype`` for a class with a config; None: the saved one.
     """

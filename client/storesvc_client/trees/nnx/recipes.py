@@ -206,7 +206,6 @@ class Recipe:
         return sorted(streams if has_all else streams | {"default"})
 
     def pack(self) -> bytes:
-        """Returns the recipe as the document of a checkpoint."""
         found = {"format": FORMAT, **{f: getattr(self, f) for f in self.__slots__}}
         if not self.fields:  # earlier releases do not know it
             del found["fields"]
@@ -219,7 +218,6 @@ class Recipe:
     @classmethod
     @collector_paused()
     def unpack(cls, document: bytes) -> "Recipe":
-        """Returns the recipe of a document."""
         found = {"fields": {}, **unpack_document(document)}
         if found.pop("format", None) not in _READ or set(found) != set(cls.__slots__):
             raise StructureError(
@@ -496,7 +494,6 @@ _SHOWN: Final = 5
 
 
 def read_recipe(name: str, document: bytes, on_mismatch: OnMismatch) -> Recipe | None:
-    """Returns the recipe in the document of a checkpoint, or None if it has none."""
     if not document:
         return None
     try:
@@ -518,9 +515,7 @@ def compare_models(
     """Rejects a model or an optimizer that differs from the saved one.
 
     Args:
-        name: Name of the checkpoint.
         recipe: Recipe of the checkpoint; None: nothing is compared.
-        target: Recipe of the model to build.
         on_mismatch: "raise" rejects differences, "log" logs them. Differences only in
             the config, which may not affect any computation, are logged.
     """

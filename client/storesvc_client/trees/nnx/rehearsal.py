@@ -92,7 +92,6 @@ class Rehearser:
     def __init__(
         self, run: Run, saved: HasGraph, *, rehearse: Rehearse, is_state: bool
     ) -> None:
-        """Prepares a rehearsal."""
         connection = get_parts(run).stub.connection
         self._cache = _caches.setdefault(connection, _RehearsalCache())
         self._run = run.name
@@ -244,7 +243,6 @@ class _RehearsalCache:
         return future.result() if future is not None and future.done() else None
 
     def add(self, run: str, plan: Plan, found: Rehearsal) -> None:
-        """Adds the result of a rehearsal."""
         ended: Future[Rehearsal] = Future()
         ended.set_result(found)
         with self._lock:

@@ -235,7 +235,6 @@ class Plan:
 
     @property
     def restore_request(self) -> RestoreRequest:
-        """The request for the leaves of this plan."""
         return self.options.request(self.like, self.select)
 
     def check(self, stored: Stored) -> None:
@@ -469,8 +468,6 @@ def plan_pytree(
     """Plans to restore a module that was saved as a pytree; see ``is_pytree``.
 
     Args:
-        stored: The checkpoint.
-        request: The module.
         *others: The state of its optimizer, if it is restored, too.
 
     Returns:
@@ -735,7 +732,6 @@ def _abstract_opt_state(
 
 
 def optimizer_keys(opt_state: optax.OptState) -> frozenset[str]:
-    """Returns the keys of the leaves of an optimizer's state."""
     return frozenset(leaf.key for leaf in named_leaves({"opt_state": opt_state})[0])
 
 

@@ -237,7 +237,6 @@ def save_model(
 
 
 def _begin_save(run: Run, request: SaveRequest, rehearser: Rehearser | None) -> Save:
-    """Starts the save and its rehearsal."""
     if rehearser is None:
         return Save(get_parts(run).begin(request))
     # 1. With "strict", the rehearsal precedes the save: a rejected save sends nothing.
@@ -351,7 +350,6 @@ def rebuild_state(reader: TreeReader, request: Request) -> Any:
 
 
 def create_state(plan: Plan, restored: Any) -> Any:
-    """Returns the state of a plan with its restored leaves."""
     # 5. Merge the parts, and create the state.
     request, options = plan.request, plan.options
     tx = request.tx
@@ -452,7 +450,6 @@ def open_run(
     Args:
         where: A run; with ``client`` the name of a run, which may end in a step, such
             as "prod/llama@latest"; without it, a directory.
-        client: Client of the store of a named run.
         creating: Whether to create a store in a directory that has none.
 
     Raises:
@@ -531,8 +528,6 @@ def _find_step(run: Run, step: Any) -> int:
 
 
 class _Parts(SimpleNamespace):
-    """Parts of a state."""
-
     @classmethod
     def create(cls, **parts: Any) -> Self:
         return cls(**parts)
@@ -745,7 +740,6 @@ def planner(
 
 
 def _split_parts(run: Run, model: Any, optimizer: Any) -> _Parts:
-    """Returns a module and its optimizer in the parts of a state."""
     if optimizer is None:
         try:
             graphdef, graphstate, graphother = drop_caches(split_module(model))

@@ -289,7 +289,6 @@ def with_saved_dtypes(
     Args:
         like: A pytree, abstract if it comes from a trace.
         leaves: Leaves of the checkpoint, by key.
-        casting: True if floating-point leaves are cast.
     """
     named, treedef = named_leaves(like)
     values: list[Any] = []

@@ -358,8 +358,6 @@ def differences(
     Where one side has nothing, or a module of another class, deeper rows are omitted.
 
     Args:
-        saved: Document of a checkpoint.
-        target: Document of the module to compare with.
         ignore: Names of attributes and settings to skip at any depth.
 
     Raises:

@@ -293,7 +293,6 @@ def decode_graphdef(
     """Returns the structure of a document in the form of the installed flax release.
 
     Args:
-        document: A document that ``encode_graphdef`` returned.
         allow: Your classes and functions that the document names; a mapping if their
             names changed since the save.
         template: A module of the same structure, abstract or not, or its GraphDef. Its
@@ -332,7 +331,6 @@ def decode_graphdef(
 
 
 def document_root(document: JSON) -> JSON:
-    """Returns the root of a document."""
     if not isinstance(document, dict) or "root" not in document:
         raise structure_error(_PLACE, "a document", shown(document))
     if document.get("format") != FORMAT:

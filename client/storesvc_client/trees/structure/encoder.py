@@ -332,7 +332,6 @@ class ValueEncoder:
         return self._described > 0
 
     def encode(self, value: Any) -> JSON:
-        """Returns a value as JSON."""
         kind = type(value)
         if kind in SCALARS and not (kind is int and value.bit_length() > MAX_BITS):
             return value
@@ -441,7 +440,6 @@ class ValueDecoder:
         }
 
     def decode(self, value: JSON, place: Place) -> Any:
-        """Returns the value of a document."""
         decoded = decode_plain(value, place, self.decode)
         if decoded is not NOT_PLAIN:
             return decoded

@@ -70,7 +70,6 @@ class Within:
 def structure_error(
     place: Place, expected: str, got: str, advice: str = CORRUPT
 ) -> StructureError:
-    """Returns the error for a place of a document."""
     where, what, found = map(printable, (str(place), expected, got))
     return StructureError(f"{where}: expected {what}, got {found}; {advice}")
 
@@ -325,7 +324,6 @@ class Table:
         self._objects = {**BUILT_IN, **_name_allowed(allow)}
 
     def node_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns a module class."""
         return self._class(name, place, nnx.Pytree, "an nnx.Module class")
 
     def variable_class(self, name: Any, place: Place) -> type[Any]:

@@ -128,7 +128,6 @@ def find_tag(value: dict[str, Any], tags: Container[str]) -> str | None:
 
 
 def parse_items(value: JSON, place: Place) -> list[Any]:
-    """Returns a list of a document."""
     if not isinstance(value, list):
         raise structure_error(place, "a list", shown(value))
     return value

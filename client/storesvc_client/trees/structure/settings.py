@@ -138,7 +138,6 @@ def derived_classes(cls: type[Any]) -> list[type[Any]]:
 
 
 def named_classes(annotation: Any, scope: Mapping[str, Any]) -> Iterator[type[Any]]:
-    """Yields the classes that an annotation names."""
     left = [annotation]
     for _ in range(_MAX_CLASSES):
         if not left:
@@ -246,7 +245,6 @@ def rebuild_settings(document: JSON, classes: Mapping[str, type[Any]]) -> Any:
     """Returns the config of a document.
 
     Args:
-        document: A document that ``encode_settings`` returned.
         classes: Allowed classes of objects and enumeration members, by name.
     """
     check_json(document, _PLACE)

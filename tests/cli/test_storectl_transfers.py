@@ -56,6 +56,24 @@ def prod(root: str) -> str:
     return root
 
 
+def test_an_import_stores_the_tree_of_the_rules(
+    model: Path, root: str, tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        'version = 1\n[[rules]]\nfrom = "model/{name}"\nto = "params/{name}"\n'
+    )
+    source = f"safetensors:{model}"
+
+    printed(root, "import", source, "prod/m", "--map", str(rules))
+
+    with store.connect(root) as client:
+        leaves = client.run("prod/m").open(0).leaves
+        assert ["params/embed", "params/norm"] == [*leaves]
+    result = storectl(root, "import", source, "prod/m")
+    assert "by other rules" in result.stderr
+
+
 def test_an_import_prints_each_step_and_is_repeated_without_effect(
     model: Path, root: str
 ) -> None:

@@ -878,6 +878,7 @@ class Run:
         *,
         steps: Iterable[int] | None = None,
         labels: Mapping[str, str] | None = None,
+        mapping: MappingRules | None = None,
         progress: ProgressCallback | None = None,
         jobs: int | None = None,
     ) -> list[Transfer]:
@@ -897,9 +898,12 @@ class Run:
                 ``open_foreign`` returns.
             steps: Steps to import; None: all finished ones.
             labels: Texts to keep with each checkpoint, besides these.
+            mapping: Rules that make another tree of each checkpoint, as for
+                ``Run.restore``. Their digest is the label ``import.mapping``: a step
+                that other rules made is not skipped but rejected.
             progress: Called with a ``Progress`` of each checkpoint; see
                 ``ProgressCallback``.
-            jobs: Maximum reads in flight; None: 16.
+            jobs: Maximum reads in flight without a mapping; None: 16.
 
         Returns:
             A ``Transfer`` for each step, also for those that were skipped.
@@ -908,6 +912,8 @@ class Run:
             NotFoundError: The location has no such step, or none at all.
             AlreadyExistsError: The run has another checkpoint at one of the steps;
                 nothing was imported.
+            MismatchError: The rules of the mapping do not fit a step; nothing was
+                imported.
             PreconditionError: A step holds something that a checkpoint cannot hold.
             DataLossError: Files of a step are damaged; the steps before it are
                 imported.
@@ -915,7 +921,13 @@ class Run:
         """
         return list(
             run_import(
-                self, source, steps=steps, labels=labels, progress=progress, jobs=jobs
+                self,
+                source,
+                steps=steps,
+                labels=labels,
+                mapping=mapping,
+                progress=progress,
+                jobs=jobs,
             )
         )
 
@@ -1065,6 +1077,7 @@ def run_import(
     *,
     steps: Iterable[int] | None,
     labels: Mapping[str, str] | None,
+    mapping: MappingRules | None,
     progress: ProgressCallback | None,
     jobs: int | None,
 ) -> Iterator[Transfer]:
@@ -1088,6 +1101,8 @@ def run_import(
             f"{what}: expected a URL, such as orbax:///ckpts/run, or what open_foreign "
             f"returns, got {source!r}"
         )
+    if mapping is not None:
+        found = found.map(mapping)
     parts = get_parts(run)
     yield from import_steps(
         parts.session,
@@ -1097,6 +1112,7 @@ def run_import(
         labels=checked_labels(what, labels),
         progress=progress,
         jobs=JOBS if jobs is None else jobs,
+        rules=found.mapping,
     )
 
 

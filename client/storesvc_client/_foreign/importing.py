@@ -11,10 +11,20 @@ from typing import Final
 
 from storesvc_client._chunks.memory import ExtentPool
 from storesvc_client._foreign.foreign_step import ForeignRoot, ForeignStep
-from storesvc_client._foreign.source import StepFiller, plan_units, stored_tree
+from storesvc_client._foreign.mount import ForeignReader
+from storesvc_client._foreign.source import (
+    MappedFiller,
+    StepFiller,
+    plan_mapped_units,
+    plan_units,
+    stored_tree,
+)
 from storesvc_client._foreign.steps import with_items_for_long_labels
+from storesvc_client._mapping.rules import Rules
+from storesvc_client._restore.open_tree import TreeReader
 from storesvc_client._rpc.connection import RunStub
 from storesvc_client._save.transfer import (
+    Filler,
     TransferPlan,
     describe_transfer,
     list_committed,
@@ -58,10 +68,12 @@ def import_steps(
     labels: Mapping[str, str],
     progress: ProgressCallback | None,
     jobs: int,
+    rules: Rules | None,
 ) -> Iterator[Transfer]:
     """Imports steps in ascending order; yields each once it is committed or skipped.
 
     Raises:
+        MismatchError: The rules do not fit a step; nothing was imported.
         AlreadyExistsError: The run has another checkpoint at one of the steps, or one
             that was imported before the files changed; nothing was imported.
         DataLossError: A step has an item that cannot be read; those before it are
@@ -70,9 +82,13 @@ def import_steps(
     """
     # 1. Reject what cannot be imported before anything is stored.
     present = list_committed(stub)
-    opened = {step: _whole(root.open(step)) for step in steps if step in present}
-    for step, found in opened.items():
-        _check_same(found, present[step])
+    opened = dict[int, ForeignStep]()
+    for step in steps:
+        if step in present:
+            opened[step] = _whole(root.open(step))
+            _check_same(opened[step], rules, present[step])
+        elif rules is not None:
+            _map(_whole(root.open(step)), rules)
     # 2. Import.
     for step in steps:
         if step in opened:
@@ -86,6 +102,7 @@ def import_steps(
             labels=labels,
             progress=progress,
             jobs=jobs,
+            rules=rules,
             time=datetime.now(UTC),
         )
         present[step] = done.checkpoint
@@ -139,24 +156,25 @@ def _bucket_advice(url: str) -> str:
     )
 
 
-def _check_same(source: ForeignStep, present: Checkpoint) -> None:
+def _check_same(source: ForeignStep, rules: Rules | None, present: Checkpoint) -> None:
     """Rejects a step at which the run has a checkpoint that was not imported from the
-    same files."""
+    same files by the same rules."""
     digest = present.labels.get(f"{PREFIX}digest", "")
     is_same = present.labels.get(f"{PREFIX}format") == source.format and (
         digest == source.digest
         if digest or source.digest
         else present.labels.get(f"{PREFIX}url") == label_text(source.url)
     )
-    if is_same:
+    mapping = "" if rules is None else rules.digest
+    if is_same and present.labels.get(f"{PREFIX}mapping", "") == mapping:
         return
     place, url = f"{present.run}@{present.step}", present.labels.get(f"{PREFIX}url")
     if url == label_text(source.url):
         raise AlreadyExistsError(
             f"{place}: expected the checkpoint of {source.url} as it is now, got one "
             "that was imported from there before its files changed, or under other "
-            "keys; import into another run, or delete the step (storectl rm "
-            f"{place}) and import it once it is purged",
+            "keys or by other rules; import into another run, or delete the step "
+            f"(storectl rm {place}) and import it once it is purged",
             reason="CHECKPOINT_EXISTS",
         )
     got = f"one that was imported from {url}" if url else "one that was not imported"
@@ -176,6 +194,7 @@ def _import(
     labels: Mapping[str, str],
     progress: ProgressCallback | None,
     jobs: int,
+    rules: Rules | None,
     time: datetime,
 ) -> Transfer:
     """Imports one step."""
@@ -186,21 +205,28 @@ def _import(
         source.step,
         present,
         labels=with_provenance(
-            what, PREFIX, {**source.labels, **labels}, _provenance(source, time)
+            what, PREFIX, {**source.labels, **labels}, _provenance(source, rules, time)
         ),
         metrics=source.metrics,
     )
-    tree = stored_tree(source.tree)
+    view = None if rules is None else _map(source, rules)
+    tree = stored_tree(source.tree if view is None else view.tree)
     if tree.chunk_count > MAX_CHUNKS:  # before a list of them is made
         raise PreconditionError(
             f"{what}: expected at most {MAX_CHUNKS:,} chunks, got {tree.chunk_count:,} "
             "by the shapes of its arrays; such a step cannot be stored"
         )
-    units = plan_units(source.tree, tree)
+    filler: Filler
+    if view is None:
+        units = plan_units(source.tree, tree)
+        reading = reading_bytes(session)
+        filler = StepFiller(source, units, jobs=jobs, reading_bytes=reading)
+    else:
+        units = plan_mapped_units(view, tree)
+        filler = MappedFiller(view, units)
     plan = TransferPlan(
         tree=tree, slabs=[slab for unit in units for _, slab in unit.slabs]
     )
-    filler = StepFiller(source, units, jobs=jobs, reading_bytes=reading_bytes(session))
     limit = staging_bytes(session)
     if session.data_root is not None:
         limit = min(limit, STAGING_BYTES)
@@ -219,7 +245,14 @@ def _import(
     )
 
 
-def _provenance(source: ForeignStep, time: datetime) -> dict[str, str]:
+def _map(source: ForeignStep, rules: Rules) -> TreeReader:
+    """Returns the reader of the tree that rules make of a step."""
+    return ForeignReader(source.url, source).map(rules)
+
+
+def _provenance(
+    source: ForeignStep, rules: Rules | None, time: datetime
+) -> dict[str, str]:
     """Returns where a step comes from, as labels without their prefix."""
     created = source.create_time
     return {
@@ -228,4 +261,5 @@ def _provenance(source: ForeignStep, time: datetime) -> dict[str, str]:
         "digest": source.digest,
         "time": time.isoformat(timespec="seconds"),
         "create_time": "" if created is None else created.isoformat(),
+        "mapping": "" if rules is None else rules.digest,
     }

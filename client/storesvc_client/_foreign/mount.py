@@ -15,6 +15,7 @@ folder further down, or the one that a file is a part of.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
@@ -35,7 +36,7 @@ from storesvc_client._foreign.source import StepSource
 from storesvc_client._foreign.steps import item_name
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
-from storesvc_client._restore.mapped import MappedSource
+from storesvc_client._restore.mapped import MappedSource, load_rules
 from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._telemetry.progress import Meter, ProgressCallback
 from storesvc_client._telemetry.reports import RestoreReport
@@ -49,6 +50,7 @@ from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Indivisible,
     Like,
+    MappingRules,
     RestoreRequest,
 )
 from storesvc_client._views.notebook import list_results
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
 
+    from storesvc_client._mapping import rules as mapping_rules
     from storesvc_client._values.key_patterns import Pattern, Patterns
     from storesvc_client._values.options import Rules
 
@@ -247,6 +250,7 @@ def open_foreign(
     trust_uncommitted: bool = False,
     without: Iterable[str] = (),
     keep_names: bool = False,
+    mapping: MappingRules | None = None,
 ) -> "ForeignRun":
     """Returns the checkpoints that another project wrote below a URL; lists it.
 
@@ -265,6 +269,8 @@ def open_foreign(
             cannot be read, with which no step is imported.
         keep_names: Whether the name of a tensor of safetensors is one key, and not
             split at each ".".
+        mapping: Rules that make another tree of each checkpoint, as for
+            ``Run.restore``; all calls then show and read that tree.
 
     Raises:
         InvalidRequestError: The URL names no known format or location, or a package is
@@ -298,7 +304,8 @@ def open_foreign(
         root = open_root(kind, location, options)
     except NotFoundError as e:
         raise explained(e) from e
-    return ForeignRun(_LabelledRoot(root, location), lookalike, explained)
+    run = ForeignRun(_LabelledRoot(root, location), lookalike, explained)
+    return run if mapping is None else run.map(mapping)
 
 
 class _LabelledRoot(ForeignRoot):
@@ -372,9 +379,29 @@ class ForeignRun:
         """Returns the URL of checkpoints of another format at the same place."""
         self._explained = explained
         """Adds what is there instead to an error."""
+        self.mapping: mapping_rules.Rules | None = None
+        """Rules that make another tree of each checkpoint; None: the stored one."""
 
     def __repr__(self) -> str:
         return f"<ForeignRun {self.name}>"
+
+    def map(self, mapping: MappingRules) -> "ForeignRun":
+        """Returns the run with the tree that rules make of each checkpoint.
+
+        Args:
+            mapping: As for ``Run.restore``.
+
+        Raises:
+            InvalidRequestError: The rules are none, or the run has a mapping.
+        """
+        if self.mapping is not None:
+            raise InvalidRequestError(
+                f"{self.name}: expected one mapping, got another one; write one "
+                "document of rules for both"
+            )
+        found = copy(self)
+        found.mapping = load_rules(mapping)
+        return found
 
     @property
     def name(self) -> str:
@@ -441,9 +468,11 @@ class ForeignRun:
             PreconditionError: It holds something that no checkpoint of a store can
                 hold, such as two arrays of one name.
         """
-        return ForeignCheckpoint(self._read(which))
+        reader = self.read(which)
+        return ForeignCheckpoint(reader.map(self.mapping), reader.info)
 
-    def _read(self, which: Which) -> "ForeignReader":
+    def read(self, which: Which) -> "ForeignReader":
+        """Returns the reader of a checkpoint as it is stored; see ``open``."""
         if which == "latest":
             steps = self.steps()
             if not steps:
@@ -492,9 +521,10 @@ class ForeignRun:
             cast=cast,
             missing=missing,
             indivisible=indivisible,
+            mapping=self.mapping,
             progress=progress,
         )
-        state: Like = self._read(which).restore(request, deadline)
+        state: Like = self.read(which).restore(request, deadline)
         return state
 
 
@@ -635,9 +665,7 @@ class ForeignCheckpoint(OpenTree):
     cannot be read raises its error. Threads may share it.
     """
 
-    _reader: ForeignReader
-
-    def __init__(self, reader: ForeignReader) -> None:
+    def __init__(self, reader: TreeReader, info: ForeignInfo) -> None:
         super().__init__(reader)
-        self.info = reader.info
+        self.info = info
         """The checkpoint as its files describe it."""

@@ -23,10 +23,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import product
+from itertools import groupby, product
 from typing import Any, Final
 
 import numpy as np
@@ -42,16 +42,19 @@ from storesvc.format.grids import (
     part,
 )
 from storesvc.format.trees import Tree
-from storesvc_client._chunks.buffers import Bytes
+from storesvc_client._chunks.buffers import Buffer, Bytes
 from storesvc_client._chunks.memory import allocate, cut_batches
 from storesvc_client._chunks.slabs import FilledSlab, Slab, cut_slabs
 from storesvc_client._foreign.foreign_step import ForeignStep, Reading, Together
 from storesvc_client._foreign.raw_chunks import reading_threads
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES, BufferBudget
+from storesvc_client._restore.mapped import MappedReader
+from storesvc_client._restore.open_tree import TreeReader
 from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.transfer import SharedBuffer
 from storesvc_client._telemetry.progress import Meter
+from storesvc_client._values.arguments import Deadline
 from storesvc_client.errors import StoreError, UnavailableError
 
 
@@ -72,6 +75,14 @@ class RegionRead:
     def is_padded(self) -> bool:
         """True if the array is larger than the region."""
         return self.shape != tuple(stop - start for start, stop in self.region)
+
+    def view(self, memory: Bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Returns its array in the memory of a unit."""
+        size = math.prod(self.shape) * dtype.itemsize
+        whole = memory[self.start : self.start + size].view(dtype).reshape(self.shape)
+        inside: Any = (*(slice(0, stop - start) for start, stop in self.region), ...)
+        view: NDArray[Any] = whole[inside]
+        return view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +210,54 @@ def _cut_units(
         read = RegionRead(row=row, region=region, start=0, shape=shape)
         size = len(slabs) * grid.chunk_bytes
         yield Unit(slabs=tuple(slabs), reads=(read,), size=size)
+
+
+UNIT_BYTES: Final = 64 << 20
+"""Bytes of a unit of a mapped step, and of what it is made of."""
+
+
+def plan_mapped_units(view: TreeReader, stored: Tree) -> list[Unit]:
+    """Returns the units of a step as a mapping shows it, in the order of what they are
+    made of: a source chunk that several of our chunks need is read once.
+
+    Args:
+        view: Reads the step.
+        stored: Its rows with our chunks.
+    """
+    assert isinstance(view, MappedReader)
+    grids = view.inner.tree.grids
+    chunks = list[tuple[tuple[int, ...], int, RegionRead, int]]()
+    for ordinal in range(stored.chunk_count):
+        row, within = stored.locate(ordinal)
+        grid, expression = stored.grids[row], view.expressions[row]
+        region = grid.region(within)
+        needs = [*expression.requests(region)]
+        firsts = [(x.row, next(grids[x.row].covering(part))) for x, part in needs[:1]]
+        group = min((each.row for each in expression.sources()), default=-1)
+        size = grid.itemsize * sum(
+            math.prod(stop - start for start, stop in part) for _, part in needs
+        )
+        read = RegionRead(row=row, region=region, start=0, shape=grid.chunk_shape)
+        place = (group, *(firsts[0] if firsts else ()))
+        chunks.append((place, ordinal, read, max(size, grid.chunk_bytes)))
+    chunks.sort(key=lambda chunk: chunk[:2])
+    together = ([*same] for _, same in groupby(chunks, lambda chunk: chunk[0]))
+    return [
+        _join_chunks(stored, {each[1]: each[2] for same in batch for each in same})
+        for batch in cut_batches(
+            together, lambda same: sum(each[3] for each in same), UNIT_BYTES
+        )
+    ]
+
+
+def _join_chunks(stored: Tree, reads: Mapping[int, RegionRead]) -> Unit:
+    """Returns the unit of chunks, by their ordinals."""
+    slabs, placed, start = list[tuple[int, Slab]](), list[RegionRead](), 0
+    for slab in cut_slabs(stored, np.sort(np.fromiter(reads, np.int64))):
+        slabs.append((start, slab))
+        placed += (replace(reads[n], start=start + at) for n, at, _ in slab.rows())
+        start += slab.size
+    return Unit(slabs=tuple(slabs), reads=tuple(placed), size=start)
 
 
 JOBS: Final = 16
@@ -338,12 +397,7 @@ class StepFiller:
 
     def _view(self, read: RegionRead, buffer: Bytes) -> NDArray[Any]:
         """Returns the array of a read in the memory of its unit."""
-        dtype = DTYPES[self.step.tree.leaves[read.row].dtype]
-        size = int(np.prod(read.shape, dtype=np.int64)) * dtype.itemsize
-        whole = buffer[read.start : read.start + size].view(dtype).reshape(read.shape)
-        inside = tuple(slice(0, stop - start) for start, stop in read.region)
-        view: NDArray[Any] = whole[(*inside, ...)]
-        return view
+        return read.view(buffer, DTYPES[self.step.tree.leaves[read.row].dtype])
 
     def _end(self, started: _InFlight, slab_queue: SlabQueue, meter: Meter) -> int:
         """Waits for the reads of a unit and puts its slabs into the queue; returns its
@@ -379,6 +433,52 @@ class StepFiller:
                 ) from None
             return True
         return False
+
+
+@dataclass(eq=False, repr=False)
+class MappedFiller:
+    """Reads the units of a mapped step, one after another; implements ``Filler``."""
+
+    view: TreeReader
+    units: list[Unit]
+
+    def fill(
+        self,
+        slab_queue: SlabQueue,
+        held: I64,  # noqa: ARG002 - known only once it was read
+        meter: Meter,
+    ) -> None:
+        """See ``Filler.fill``."""
+        for unit in self.units:
+            with meter.phase("wait"):
+                buffer = slab_queue.memory(unit.size)
+            if buffer is None:
+                return
+            if any(read.is_padded for read in unit.reads):
+                buffer[...] = 0
+            with meter.phase("read"):
+                self._read(unit, buffer, meter)
+            SharedBuffer(slab_queue, buffer).put(unit.slabs)
+
+    def _read(self, unit: Unit, memory: Bytes, meter: Meter) -> None:
+        wanted: dict[int, dict[Region, NDArray[Any]]] = {}
+        for read in unit.reads:
+            dtype = DTYPES[self.view.tree.leaves[read.row].dtype]
+            into = read.view(memory, dtype)
+            wanted.setdefault(read.row, {})[read.region] = into
+
+        def place(buffer: Buffer) -> None:
+            for region, array in zip(buffer.regions, buffer.arrays, strict=True):
+                wanted[buffer.row][region][...] = array
+
+        assembly = self.view.plan_reads(
+            [(row, [*regions]) for row, regions in wanted.items()],
+            place,
+            Meter("restore", self.view.name, within=meter),
+            Deadline.after(READ_SECONDS),
+        )
+        self.view.open_source().read(assembly.missing, assembly)
+        assembly.check_complete()
 
 
 def _has_ended(started: _InFlight) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,16 +51,21 @@ from storesvc_client._values.arguments import Deadline, DurationLike, shown
 from storesvc_client._values.options import MappingRules, RestoreRequest
 from storesvc_client.errors import InvalidRequestError
 
+if TYPE_CHECKING:
+    from storesvc_client._values.options import AnyMapping
+
 BATCH_BYTES: Final = 192 << 20
 """Maximum bytes of regions that are read at a time, unless one chunk needs more."""
 
 
-def load_rules(mapping: MappingRules) -> Rules:
-    """Returns the rules of a file or a document.
+def load_rules(mapping: MappingRules | Rules) -> Rules:
+    """Returns the rules of a file or a document; rules themselves are accepted, too.
 
     Raises:
         InvalidRequestError: They are none, or the file cannot be read.
     """
+    if isinstance(mapping, Rules):
+        return mapping
     if isinstance(mapping, Mapping):
         return check_rules(mapping, name="mapping")
     if not isinstance(mapping, str | Path):
@@ -87,7 +92,7 @@ def load_rules(mapping: MappingRules) -> Rules:
 class MappedReader(TreeReader):
     """Reads a checkpoint as a mapping shows it."""
 
-    def __init__(self, inner: TreeReader, mapping: MappingRules | MappedTree) -> None:
+    def __init__(self, inner: TreeReader, mapping: "AnyMapping") -> None:
         """Plans the mapping; reads nothing.
 
         Raises:
@@ -115,7 +120,7 @@ class MappedReader(TreeReader):
         """Name of the checkpoint and of the rules."""
         return f"{self.inner.name} mapped by {self.mapped.rules.name}"
 
-    def map(self, mapping: MappingRules | MappedTree | None) -> "TreeReader":
+    def map(self, mapping: "AnyMapping | None") -> "TreeReader":
         if mapping is None:
             return self
         raise InvalidRequestError(

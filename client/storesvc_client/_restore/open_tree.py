@@ -56,11 +56,10 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._mapping.planning import MappedTree
     from storesvc_client._pictures.leaf_statistics import LeafStatistics
     from storesvc_client._restore.pictures import Pictures
     from storesvc_client._telemetry.reports import RestoreReport
-    from storesvc_client._values.options import Rules
+    from storesvc_client._values.options import AnyMapping, Rules
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
 """Maximum bytes of leaves that ``read`` keeps in memory."""
@@ -217,7 +216,7 @@ class TreeReader:
             return False
         return any(each.what != TUPLE for each in self.select_containers([glob]))
 
-    def map(self, mapping: "MappingRules | MappedTree | None") -> "TreeReader":
+    def map(self, mapping: "AnyMapping | None") -> "TreeReader":
         """Returns the reader of the tree that a mapping makes; itself for None."""
         if mapping is None:
             return self

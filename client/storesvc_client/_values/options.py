@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
     from storesvc.format.names import Which
+    from storesvc_client._mapping import rules as mapping_rules
     from storesvc_client._mapping.planning import MappedTree
     from storesvc_client._telemetry.progress import ProgressCallback
     from storesvc_client._values.key_patterns import Pattern, Patterns
 
     Rules = Sequence[tuple[str, PartitionSpec]] | Literal["recorded"]
+    AnyMapping = MappingRules | mapping_rules.Rules | MappedTree
 
     Like = TypeVarWithDefault("Like", default=Any)
 else:
@@ -185,7 +187,7 @@ class RestoreRequest:
     cast: "DTypeLike | None" = None
     missing: Literal["error", "keep"] = "error"
     indivisible: Indivisible = "error"
-    mapping: "MappingRules | MappedTree | None" = None
+    mapping: "AnyMapping | None" = None
     progress: "ProgressCallback | None" = None
 
     def patterns(self, name: str) -> Sequence["Pattern"] | None:

@@ -296,6 +296,7 @@ def _source(text: str) -> RunPath | CheckpointPath:
     help="Leave this item of Orbax out of each step, such as one that cannot be read. "
     "Repeatable.",
 )
+@mapping_option
 @foreign_options
 @click.option("--create", is_flag=True, help="Create the store if there is none.")
 @json_option
@@ -310,6 +311,7 @@ def import_(
     jobs: int | None,
     labels: Sequence[tuple[str, str]],
     without: Sequence[str],
+    mapping: str | None,
     options: ForeignOptions,
     create: bool,
     as_json: bool,
@@ -326,6 +328,7 @@ def import_(
       storectl import orbax:/ckpts/llama-8b prod/llama-8b
       storectl import orbax:gs://bucket/llama-8b prod/llama-8b --create
       storectl import safetensors:/models/llama prod/llama --label team=a
+      storectl import safetensors:/models/llama prod/llama --map rules.toml
     """
     options.check(source)
     which: Which | None = "latest" if latest else None
@@ -346,6 +349,7 @@ def import_(
         trust_uncommitted=options.trust_uncommitted,
         without=without,
         keep_names=options.keep_names,
+        mapping=mapping,
     )
     wanted = steps
     if isinstance(which, int):
@@ -363,6 +367,7 @@ def import_(
             foreign,
             steps=wanted,
             labels=dict(labels),
+            mapping=None,
             progress=progress_bar(),
             jobs=jobs,
         )

@@ -42,13 +42,7 @@ from typing import Final, ParamSpec, TypeVar
 from cachetools import LRUCache
 
 from storesvc.auth.call import may_list
-from storesvc.catalog.numbered import (
-    MAX_NUMBER,
-    PAGE,
-    NumberedObjects,
-    Span,
-    list_ids,
-)
+from storesvc.catalog.numbered import MAX_NUMBER, PAGE, NumberedObjects, Span, list_ids
 from storesvc.catalog.records import (
     corrupted_in_transit,
     damage_error,

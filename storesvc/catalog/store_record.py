@@ -14,12 +14,7 @@ from contextlib import suppress
 from typing import Final
 
 from storesvc import __version__
-from storesvc.catalog.records import (
-    read_stored,
-    timestamp,
-    update_record,
-    write_record,
-)
+from storesvc.catalog.records import read_stored, timestamp, update_record, write_record
 from storesvc.clock import Clock
 from storesvc.errors import (
     CorruptDataError,

@@ -52,22 +52,11 @@ from storesvc.format.names import RunName, TagName
 from storesvc.gc import mark
 from storesvc.gc.expiry import Expirations, Expiry, History, LeaseExpiry
 from storesvc.gc.mark import Fate, Marks, Naming, RunState, State
-from storesvc.gc.run_state import (
-    FileTables,
-    Hashes,
-    RunReader,
-    is_named,
-    run_contents,
-)
+from storesvc.gc.run_state import FileTables, Hashes, RunReader, is_named, run_contents
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.holds import Reference, References
 from storesvc.retention.enforcement import RetentionEnforcer
-from storesvc.storage.bucket import (
-    Bucket,
-    Generation,
-    PreconditionError,
-    list_pages,
-)
+from storesvc.storage.bucket import Bucket, Generation, PreconditionError, list_pages
 from storesvc.storage.requests import gather_each
 from storesvc.telemetry.events import (
     RetentionApplied,

@@ -25,12 +25,7 @@ from cachetools import LRUCache
 
 from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal, expired_token_error
-from storesvc.catalog.records import (
-    read_record,
-    record_etag,
-    seal_record,
-    timestamp,
-)
+from storesvc.catalog.records import read_record, record_etag, seal_record, timestamp
 from storesvc.catalog.slots import COMMITTED
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -44,13 +39,7 @@ from storesvc.lifecycle.holds import References
 from storesvc.retention.policy import Candidate
 from storesvc.storage.bucket import Bucket
 from storesvc.storage.requests import gather_each
-from storesvc.watch.events import (
-    Held,
-    Position,
-    advance,
-    numbers_to_resolve,
-    resolve,
-)
+from storesvc.watch.events import Held, Position, advance, numbers_to_resolve, resolve
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 PAGE: Final = 1000

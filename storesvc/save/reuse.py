@@ -34,12 +34,7 @@ from storesvc.format.chunks import I64, ChunkLocations, Sums, same_sums
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
-from storesvc.save.staging_tables import (
-    FRESH_SECONDS,
-    Table,
-    staged_places,
-    tables_at,
-)
+from storesvc.save.staging_tables import FRESH_SECONDS, Table, staged_places, tables_at
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import gather_each

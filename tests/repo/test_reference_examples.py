@@ -155,13 +155,14 @@ def _reference() -> Iterator[tuple[str, Callable[..., Any]]]:
                     yield f"{path}.{name}", inspect.unwrap(member)
 
 
-def test_the_reference_describes_each_argument_or_none() -> None:
+def test_the_reference_describes_each_argument_or_says_where() -> None:
     lacking = {}
     for path, function in _reference():
-        _, _, described = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+        text, _, described = (inspect.getdoc(function) or "").partition("\nArgs:\n")
         found = re.findall(r"^    \**(\w+):", described, re.MULTILINE)
         wanted = inspect.signature(function).parameters
-        if found and (lost := {*wanted} - {*found, "self", "cls"}):
+        lost = {*wanted} - {*found, "self", "cls"}
+        if found and lost and "Arguments that are not listed are as for" not in text:
             lacking[path] = lost
 
     assert {} == lacking

@@ -80,13 +80,10 @@ def doctor(
     >>> doctor("/ckpts").exit_code
     0
 
+    Arguments that are not listed are as for ``connect``, for a server.
+
     Args:
         target: Root of a store, which need not exist yet, or ``HOST:PORT`` of a server.
-        ca: See ``connect``; for a server.
-        cert: See ``connect``; for a server.
-        key: See ``connect``; for a server.
-        token: See ``connect``; for a server.
-        insecure: See ``connect``; for a server.
         direct: Root of the store of a server: compares saves and restores through the
             server with direct ones.
         tree: Bytes of a checkpoint, or a checkpoint of the place, such as

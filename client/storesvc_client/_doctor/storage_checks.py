@@ -12,11 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc.errors import (
-    InvalidFieldError,
-    StorageDeniedError,
-    StoreError,
-)
+from storesvc.errors import InvalidFieldError, StorageDeniedError, StoreError
 from storesvc.storage.bucket import check_conditions
 from storesvc.storage.location import Storage
 from storesvc.storage.object_bucket import TensorStoreBucket

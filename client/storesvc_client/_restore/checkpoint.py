@@ -41,10 +41,7 @@ from storesvc_client._values.arguments import (
 )
 from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.models import IMPORTED, Checkpoint
-from storesvc_client._values.options import (
-    MappingRules,
-    RestoreRequest,
-)
+from storesvc_client._values.options import MappingRules, RestoreRequest
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

@@ -30,12 +30,7 @@ from google.protobuf.message import Message
 
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._rpc.process_exit import check_process, close_at_exit, note_close
-from storesvc_client._rpc.retry import (
-    PATIENCE_SECONDS,
-    Attempt,
-    Waits,
-    attempts,
-)
+from storesvc_client._rpc.retry import PATIENCE_SECONDS, Attempt, Waits, attempts
 from storesvc_client._rpc.tls import (
     ForwardingChannel,
     RenewedChannel,

@@ -292,11 +292,10 @@ class EasyDeLState(struct.PyTreeNode):
     ) -> Self:
         """Returns the state with an optimizer state sharded over a mesh.
 
+        Arguments that are not listed are as for ``shard_model``.
+
         Args:
             opt_state: The optimizer state; None: this state's own.
-            partition_rules: See ``shard_model``.
-            mesh: See ``shard_model``.
-            indivisible: See ``shard_model``.
 
         Raises:
             ValueError: There is no optimizer state.
@@ -321,10 +320,7 @@ class EasyDeLState(struct.PyTreeNode):
 
         A step that is a Python number becomes an array, as under ``jax.jit``.
 
-        Args:
-            partition_rules: See ``shard_model``.
-            mesh: See ``shard_model``.
-            indivisible: See ``shard_model``.
+        The arguments are as for ``shard_model``.
 
         Raises:
             StoreError: See ``shard_model``.
@@ -449,20 +445,16 @@ class EasyDeLState(struct.PyTreeNode):
     ) -> Self:
         """Returns a state that ``save_state`` saved.
 
+        Arguments that are not listed are as for
+        ``storesvc_client.easydel.restore_state``.
+
         Args:
             load_directory: See ``save_state``; the name of a run may end in a step,
                 "prod/llama@100". Without a step: the newest checkpoint.
-            model: See ``storesvc_client.easydel.restore_state``.
             tx: The optimizer that the state was trained with.
             client: The store of the named run.
             mesh: The mesh.
             partition_rules: Partition rules for the leaves, or "recorded".
-            indivisible: See ``restore_state``.
-            opt_state: See ``restore_state``.
-            cast: See ``restore_state``.
-            select: See ``restore_state``.
-            missing: See ``restore_state``.
-            on_mismatch: See ``restore_state``.
 
         Raises:
             FileNotFoundError: The directory holds no state.
@@ -574,6 +566,8 @@ def restore_state(
 
     >>> state = restore_state(run, model=LlamaForCausalLM, tx=optax.adamw(1e-4))
 
+    Arguments that are not listed are as for ``Run.restore``.
+
     Args:
         run: Run of the checkpoint, or ``open_foreign("eformer:...")``: a checkpoint
             that EasyDeL wrote, imported or not, has the keys of a state, its config and
@@ -591,7 +585,6 @@ def restore_state(
             regular expression is found in the key of a leaf applies. Or "recorded": the
             saved sharding. None: the rules of the model; of these, axes that do not
             divide a leaf are dropped, as EasyDeL does, which is logged.
-        indivisible: As for ``Run.restore``.
         opt_state: "restore" the saved state of the optimizer; "init" initialises it by
             ``tx``, which may be another optimizer; "skip" leaves it out, for inference.
         cast: A floating-point dtype for the parameters (``graphstate``) and for the
@@ -615,9 +608,6 @@ def restore_state(
             when saved, if they were like a part of the state or of dicts and lists.
             None: the class of the state in ``model``, else ``EasyDeLState`` of this
             library.
-        distributed: As for ``Run.restore``.
-        deadline: As for ``Run.restore``.
-        progress: As for ``Run.restore``.
 
     Raises:
         NotFoundError: There is no such checkpoint.

@@ -176,10 +176,9 @@ def create_graphdef(
 ) -> "nnx.GraphDef[M]":
     """Returns the structure of a module without computing any value.
 
+    Arguments that are not listed are as for ``nnx_init``.
+
     Args:
-        module: See ``nnx_init``.
-        _add_rngs: See ``nnx_init``.
-        _rng_key: See ``nnx_init``.
         _seed: See ``nnx_init``; the structure does not depend on it.
         **kwargs: Other arguments of the constructor.
 
@@ -201,12 +200,9 @@ def init_graphstate(
 ) -> GraphState:
     """Returns the Variables of a module, abstract unless ``_lazy`` is false.
 
+    Arguments that are not listed are as for ``nnx_init``.
+
     Args:
-        module: See ``nnx_init``.
-        _add_rngs: See ``nnx_init``.
-        _rng_key: See ``nnx_init``.
-        _seed: See ``nnx_init``.
-        _lazy: See ``nnx_init``.
         **kwargs: Other arguments of the constructor.
 
     Raises:

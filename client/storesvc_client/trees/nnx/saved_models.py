@@ -114,6 +114,8 @@ def save_state(
 
     >>> save_state(run, state, metrics={"loss": 2.31}).result()
 
+    Arguments that are not listed are as for ``Run.save``.
+
     Args:
         run: Run that the checkpoint will belong to.
         state: An ``EasyDeLState``: this library's, EasyDeL's, or any other pytree
@@ -123,14 +125,6 @@ def save_state(
             rehearses in the background after the first save, and logs a warning with
             the call that works; "strict": rehearses before the save, and rejects it;
             "off": no rehearsal. ``Save.rehearsal`` has the result.
-        metrics: As for ``Run.save``, as are the following.
-        labels: ...
-        items: ...
-        base: ...
-        snapshot: ...
-        if_busy: ...
-        distributed: ...
-        progress: ...
 
     Raises:
         MismatchError: With ``rehearse="strict"``: the state could not be restored.
@@ -188,20 +182,14 @@ def save_model(
     Its leaves have the same keys as in a state, ``graphstate/...`` and
     ``graphother/...``.
 
+    Arguments that are not listed are as for ``Run.save``.
+
     Args:
         run: Run that the checkpoint will belong to.
         step: Training step, >= 0.
         model: An NNX module, or an object with ``graphdef``, ``graphstate`` and
             ``graphother``.
         rehearse: As for ``save_state``, with ``restore_model``.
-        metrics: As for ``Run.save``, as are the following.
-        labels: ...
-        items: ...
-        base: ...
-        snapshot: ...
-        if_busy: ...
-        distributed: ...
-        progress: ...
 
     Raises:
         InvalidRequestError: ``model`` is not a module.
@@ -277,6 +265,8 @@ def restore_model(
 
     >>> model = restore_model(run, cast="bfloat16")
 
+    Arguments that are not listed are as for ``restore_state`` and ``Run.restore``.
+
     Args:
         run: Run of the checkpoint.
         which: A step, "latest", or a tag.
@@ -285,16 +275,6 @@ def restore_model(
             the checkpoint is imported.
         allow: Without ``model``: your classes and functions that the structure may
             name.
-        mesh: As for ``restore_state``.
-        rules: As for ``restore_state``.
-        indivisible: As for ``restore_state``.
-        cast: As for ``restore_state``.
-        select: As for ``restore_state``.
-        missing: As for ``restore_state``.
-        on_mismatch: As for ``restore_state``.
-        distributed: As for ``Run.restore``.
-        deadline: As for ``Run.restore``.
-        progress: As for ``Run.restore``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -552,19 +532,13 @@ def save(
     >>> save(run, 100, model, optimizer, metrics={"loss": 2.31}).result().step
     100
 
+    Arguments that are not listed are as for ``Run.save``.
+
     Args:
         run: Run that the checkpoint will belong to.
         step: Training step, >= 0.
         model: The module, or a pair of it and its optimizer, as a loop takes it.
         optimizer: Its optimizer; None saves the module alone.
-        metrics: As for ``Run.save``, as are the following.
-        labels: ...
-        items: ...
-        base: ...
-        snapshot: ...
-        if_busy: ...
-        distributed: ...
-        progress: ...
 
     Raises:
         InvalidRequestError: ``model`` is no module, or ``optimizer`` is no optimizer of
@@ -635,18 +609,16 @@ def restore_into(
 
     >>> start = restore_into(run, model, optimizer).step + 1
 
+    Arguments that are not listed are as for ``Run.restore`` and ``restore_state``.
+
     Args:
         run: Run of the checkpoint.
         model: The module, or a pair of it and its optimizer; also an abstract module,
             of ``nnx.eval_shape``.
         optimizer: Its optimizer; None restores the module alone.
         which: A step, "latest", or a tag.
-        mesh: As for ``Run.restore``.
-        rules: As for ``Run.restore``.
-        indivisible: As for ``Run.restore``.
         cast: A floating-point dtype for the parameters, and for the moments that the
             optimizer keeps of them; the module's arrays get it. None: the saved dtypes.
-        select: As for ``easydel.restore_state``.
         missing: What to do with leaves that the checkpoint lacks: "error", or "keep"
             their values.
         opt_state: "restore" the saved state of the optimizer, "init" it as
@@ -654,9 +626,6 @@ def restore_into(
         on_mismatch: What to do if the structure or the optimizer differs from the saved
             one: "raise" a ``MismatchError``, or "log" a warning. The leaves must fit in
             any case.
-        distributed: As for ``Run.restore``.
-        deadline: As for ``Run.restore``.
-        progress: As for ``Run.restore``.
 
     Raises:
         NotFoundError: There is no such checkpoint.

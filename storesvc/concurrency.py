@@ -72,9 +72,6 @@ class FairSemaphore:
 
         Args:
             peer: Host of the client, or the namespace of the request.
-
-        Raises:
-            LimitExceededError: No capacity became free in time.
         """
         weight = min(weight, self._capacity)
         waiter = _Waiter(peer, weight, next(self._numbers))

@@ -102,11 +102,7 @@ _reached: dict[Failpoint, int] = {}
 
 
 async def reach(point: Failpoint) -> None:
-    """Injects the fault that the point is armed with, if any.
-
-    Raises:
-        StorageUnavailableError: The point is armed with ``raise`` or ``drop_reply``.
-    """
+    """Injects the fault that the point is armed with, if any."""
     if not _armed or point not in _armed:
         return
     fault = _armed[point]
@@ -150,11 +146,7 @@ def arm_points(text: str) -> Iterator[None]:
 
 
 def arm_from(environment: Mapping[str, str], *, version: str) -> None:
-    """Arms the failpoints that the environment names.
-
-    Raises:
-        InvalidFieldError: This is a released version, or the variable is malformed.
-    """
+    """Arms the failpoints that the environment names."""
     text = environment.get(VARIABLE, "")
     if not text:
         return

@@ -82,11 +82,7 @@ class AuditLog:
     """The audit log of a server process."""
 
     def __init__(self, path: Path, *, server: str) -> None:
-        """Opens the log; creates the file if there is none.
-
-        Raises:
-            InvalidFieldError: The file cannot be written.
-        """
+        """Opens the log; creates the file if there is none."""
         self._path = path
         self.server = server
         """Name of this server in the entries."""

@@ -52,10 +52,6 @@ def certificate_principal(
     Args:
         trust_domains: Authorities of each trust domain, in PEM; empty: each authority
             that the server trusts may issue any of them.
-
-    Raises:
-        InvalidCertificateError: It has no URI name, several, or an invalid one, or
-            another authority than that of its trust domain issued it.
     """
     certificate = b"".join(context.get("x509_pem_cert", ()))
     if not certificate:
@@ -188,11 +184,7 @@ class Authenticator:
 
 
 def find_bearer(metadata: Any) -> str | None:
-    """Returns the bearer token in the metadata of a call; None: there is none.
-
-    Raises:
-        InvalidTokenError: There are several, or the scheme is another one.
-    """
+    """Returns the bearer token in the metadata of a call; None: there is none."""
     found = [value for key, value in metadata if key == "authorization"]
     if not found:
         return None

@@ -223,9 +223,7 @@ def may_list(run: RunName) -> bool:
 def require(permission: Permission, resource: Resource) -> None:
     """Checks that the caller has a permission on a resource.
 
-    Raises:
-        RunNotFoundError: The caller may not see the run, whether it exists or not.
-        PermissionDeniedError: The caller lacks the permission.
+    A caller that may not see the run gets the error of one that does not exist.
     """
     call = current.get()
     if call is None:

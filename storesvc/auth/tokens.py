@@ -127,11 +127,7 @@ class IssuerKeys:
         self._reading: asyncio.Task[None] | None = None
 
     async def keys(self, kid: str | None) -> "KeySet":
-        """Returns the keys; reads them if they are old, or if a key is not among them.
-
-        Raises:
-            IssuerUnreachableError: There are no keys, and none can be read now.
-        """
+        """Returns the keys; reads them if they are old, or if they lack a key."""
         began = time.monotonic()
         age = began - self._read_at
         is_known = self._keys is not None and (kid is None or _has(self._keys, kid))
@@ -203,11 +199,7 @@ def read_keys(issuer: Issuer) -> "KeySet":
 
 
 def verify(token: str, keys: "KeySet", issuer: Issuer) -> None:
-    """Verifies the signature of a token.
-
-    Raises:
-        InvalidTokenError: It does not match a key, or is of another algorithm.
-    """
+    """Verifies the signature of a token."""
     from joserfc import jws
     from joserfc.errors import JoseError
 

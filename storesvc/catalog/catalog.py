@@ -294,9 +294,6 @@ class SlotReader:
         """Returns the newest slots of some states by step, or errors of damaged slots.
 
         A slot that matched during the whole call is never missing.
-
-        Raises:
-            ConflictError: Slots changed during each pass, and none was found.
         """
         for passes in count(1):
             one = await self._pass(run, states, before, limit)
@@ -795,11 +792,7 @@ class Catalog:
         )
 
     async def manifest_bytes(self, run: RunName, record: pb.CheckpointRecord) -> bytes:
-        """Returns the stored bytes of a manifest, unchecked.
-
-        Raises:
-            CorruptDataError: The manifest is missing.
-        """
+        """Returns the stored bytes of a manifest, unchecked."""
         path = RunPaths(run).manifest(record.upload, record.manifest_digest)
         stored = await self._bucket.read(path)
         if stored is not None:
@@ -815,11 +808,7 @@ class Catalog:
         self, run: RunName, record: pb.CheckpointRecord, *, size_bytes: int
     ) -> AsyncGenerator[bytes]:
         """Yields the stored bytes of a manifest in parts, unchecked; reads each part on
-        demand.
-
-        Raises:
-            CorruptDataError: The manifest is missing or truncated.
-        """
+        demand."""
         path = RunPaths(run).manifest(record.upload, record.manifest_digest)
         size = record.manifest_bytes
         for at in range(0, size, size_bytes):

@@ -43,9 +43,6 @@ async def update_record(
             unchanged since the read. It raises ``PreconditionError`` if the record
             changed; any other error ends the update.
         record: Name of the record, for the error.
-
-    Raises:
-        ConflictError: The record changed during each of ``ATTEMPTS`` attempts.
     """
     for _ in range(ATTEMPTS):
         try:

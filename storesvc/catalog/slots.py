@@ -156,11 +156,7 @@ CHECKPOINTS = frozenset({COMMITTED, DELETED, PURGING})
 
 
 def slot_state(slot: pb.CheckpointRecord) -> SlotState:
-    """Returns the state of a slot.
-
-    Raises:
-        FormatUnsupportedError: This release does not know the state.
-    """
+    """Returns the state of a slot."""
     try:
         return SlotState(slot.state)
     except ValueError as e:
@@ -282,12 +278,7 @@ def check_complete(
     writer_count: int,
 ) -> list[tuple[Sums, ChunkLocations]]:
     """Returns the chunks of all writers; rejects a commit unless exactly one writer
-    holds each chunk.
-
-    Raises:
-        WriterUnfinishedError: Names the unfinished writers.
-        ChunksIncompleteError: Names the chunks.
-    """
+    holds each chunk."""
     if len(receipts) < writer_count:
         unfinished = (str(w) for w in range(writer_count) if w not in receipts)
         shown = list(islice(unfinished, _SHOWN))
@@ -560,9 +551,6 @@ def check_etag(what: str, given: str, *expected: str) -> None:
 
     Args:
         given: The etag of the request; "" matches any version.
-
-    Raises:
-        EtagMismatchError: The given etag does not match.
     """
     if given and given not in expected:
         raise EtagMismatchError(
@@ -579,9 +567,6 @@ def is_repeated(stored: str, given: str) -> bool:
         stored: The ``write_id`` of the object's last change.
         given: The ``write_id`` of the request: its id and, after a colon, a digest of
             its body. One without a digest, as older releases stored it, matches any.
-
-    Raises:
-        RequestIdReusedError: The ids are equal, and the bodies differ.
     """
     stored_id, _, stored_body = stored.partition(":")
     given_id, _, given_body = given.partition(":")

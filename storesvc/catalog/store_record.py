@@ -64,11 +64,7 @@ class StoreFormat:
         self._read_seconds = clock.elapsed()
 
     async def check(self) -> None:
-        """Checks that this release writes the format, before a change or a collection.
-
-        Raises:
-            FormatUnsupportedError: It does not.
-        """
+        """Checks that this release writes the format, before it changes the store."""
         age_seconds = self._clock.elapsed() - self._read_seconds
         if age_seconds >= NOTICE_SECONDS or self._version not in _WRITTEN:
             record, _ = await read_store(self._bucket)

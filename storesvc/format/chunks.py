@@ -159,10 +159,6 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
 
     Args:
         count: Number of chunks of a manifest, whose rows have no ordinals.
-
-    Raises:
-        InvalidChunksError: A column has another length, or the ordinals are not
-            strictly ascending.
     """
     rows = len(table.crc32c)
     if count is not None and count != rows:
@@ -183,12 +179,7 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
 
 
 def unpack_places(table: pb.ChunkTable) -> ChunkLocations:
-    """Returns the locations of a table's chunks.
-
-    Raises:
-        InvalidChunksError: A column has another length, a row names no file, or a
-            file has a name that the format never makes.
-    """
+    """Returns the locations of a table's chunks."""
     columns = (table.file, table.offset, table.length)
     if any(len(column) != len(table.crc32c) for column in columns):
         raise InvalidChunksError("the columns of locations differ in length")

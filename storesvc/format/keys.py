@@ -113,11 +113,7 @@ def item_key(item: str, process: int | None = None) -> str:
 
 
 def parse_item_key(key: str) -> ItemName:
-    """Returns the item of a key.
-
-    Raises:
-        InvalidItemError: The key is not that of an item.
-    """
+    """Returns the item of a key."""
     item, slash, process = key.removeprefix(_PREFIX).partition("/")
     try:
         check_item(item)
@@ -217,11 +213,7 @@ def escape_part(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def unescape_part(text: str) -> str:
-    """Reverts ``escape_part``.
-
-    Raises:
-        InvalidKeyError: No part has that escape.
-    """
+    """Reverts ``escape_part``."""
     part = "" if text == "%" else _ESCAPED.sub(lambda m: chr(int(m[1], base=16)), text)
     if escape_part(part) != text:
         raise InvalidKeyError(f"key part {text!r}: not an escape of this format")
@@ -290,12 +282,7 @@ def _fits_part(part: str, kind: str) -> bool:
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Rejects keys that cannot be the leaves of one tree.
-
-    Raises:
-        InvalidKeyError: The keys are not strictly ascending, or one is an
-            ancestor of another.
-    """
+    """Rejects keys that cannot be the leaves of one tree."""
     if not all(map(lt, keys, islice(keys, 1, None))):
         before, after = next(pair for pair in pairwise(keys) if pair[0] >= pair[1])
         raise InvalidKeyError(

@@ -53,11 +53,7 @@ def pack_manifest(manifest: Manifest) -> Iterator[bytes]:
 
 
 def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifest:
-    """Verifies and parses the manifest that a record names.
-
-    Raises:
-        CorruptManifestError: The bytes are not that manifest.
-    """
+    """Verifies and parses the manifest that a record names."""
     if len(data) != size_bytes or digest(data) != expected:
         raise CorruptManifestError(
             f"manifest: expected {size_bytes} bytes with digest {expected.hex()}, "

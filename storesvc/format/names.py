@@ -230,11 +230,7 @@ class UploadName:
 
 
 def check_id(text: str, noun: str) -> None:
-    """Rejects an invalid id.
-
-    Raises:
-        InvalidNameError: Names the noun, the text and the rule, and a similar id.
-    """
+    """Rejects an invalid id."""
     if not _ID.fullmatch(text):
         words = re.findall(r"[A-Za-z0-9]+", text)
         hint = f", such as {'-'.join(words)[:63].rstrip('-')!r}" if words else ""
@@ -297,11 +293,7 @@ def _check_hex_id(text: str, noun: str) -> None:
 
 
 def parse_step(text: str) -> int:
-    """Parses a step: decimal digits without leading zeros.
-
-    Raises:
-        InvalidNameError: The text is no step, or exceeds int64.
-    """
+    """Parses a step: decimal digits without leading zeros."""
     if not _STEP.fullmatch(text) or int(text) > MAX_STEP:
         raise InvalidNameError(
             f"step {text!r}: expected 0 to 2^63 - 1, latest, or a tag"

@@ -90,11 +90,7 @@ def varints(values: "Sequence[int] | I64") -> bytes:
 
 
 def shared_lengths(names: list[bytes]) -> I64:
-    """Returns the number of bytes that each name shares with the previous one.
-
-    Raises:
-        ValueError: The names are not strictly ascending.
-    """
+    """Returns the number of bytes that each name shares with the previous one."""
     shared = np.zeros(len(names), np.int64)
     if len(names) < 2:
         return shared

@@ -65,11 +65,6 @@ def unseal(data: bytes, kind: type[M], *, place: str) -> M:
     Args:
         data: The bytes of the object.
         place: Path that the object was read from, relative to the root of the store.
-
-    Raises:
-        CorruptRecordError: The bytes are no sealed record, or one of another path or
-            kind.
-        FormatVersionError: This release cannot read the format version.
     """
     try:
         sealed = pb.Sealed.FromString(data)

@@ -145,10 +145,6 @@ class GarbageFinder:
             state: The state read, with slots that agree.
             past_grace: Uploads that ended longer than a grace period ago, and are not
                 lost.
-
-        Raises:
-            CorruptDataError: The objects that are needed are unknown, so none may be
-                deleted.
         """
         # In threads: a hundred thousand objects would block the event loop.
         known = await asyncio.to_thread(mark.fates, state)

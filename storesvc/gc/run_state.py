@@ -117,11 +117,7 @@ class RunReader:
         )
 
     async def file_table(self, place: str) -> pb.FileTable | None:
-        """Returns the file table at a path; None: it is missing.
-
-        Raises:
-            CorruptDataError: It is damaged.
-        """
+        """Returns the file table at a path; None: it is missing."""
         stored = await self._bucket.read(place)
         if stored is None:
             return None

@@ -118,9 +118,6 @@ def s3_policy(boundary: Boundary, *, role_arn: str) -> str:
 
     Args:
         role_arn: ARN of the role; the resource is in the same partition of AWS.
-
-    Raises:
-        LendingUnsupportedError: The policy is too long.
     """
     partition = role_arn.split(":")[1] if role_arn.startswith("arn:aws") else "aws"
     resource = f"arn:{partition}:s3:::{boundary.bucket}/{boundary.prefix}*"

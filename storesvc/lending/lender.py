@@ -209,12 +209,7 @@ class S3Issuer:
 
     @classmethod
     def open(cls, storage: Storage, lending: Lending) -> "S3Issuer":
-        """Returns an issuer with the server's own credentials; sends no request.
-
-        Raises:
-            InvalidFieldError: Packages are missing.
-            LendingUnsupportedError: S3 has no credentials of so short a life.
-        """
+        """Returns an issuer with the server's own credentials; sends no request."""
         if lending.lifetime < LEAST_LIFE:
             raise LendingUnsupportedError(
                 f"lending: lifetime: expected at least 15m for a bucket on S3, got "

@@ -190,11 +190,7 @@ class Sender:
 
 
 def check_ordinals(chunks: Sequence[int], count: int) -> I64:
-    """Returns the ordinals of a request as an array.
-
-    Raises:
-        InvalidFieldError: They break a rule of ``ReadChunksRequest.chunk``.
-    """
+    """Returns the ordinals of a request as an array."""
     wanted = np.array(chunks, np.uint64)
     if len(wanted) > MAX_CHUNKS:
         raise InvalidFieldError(

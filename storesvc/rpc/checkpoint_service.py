@@ -352,11 +352,7 @@ def trial_policy(
 
 
 def parse_checkpoint_step(resource: str) -> tuple[RunName, int]:
-    """Returns the run and the step of a checkpoint that is named by its step.
-
-    Raises:
-        InvalidFieldError: It is named by "latest" or a tag, which may move.
-    """
+    """Returns the run and the step of a checkpoint that is named by its step."""
     name = CheckpointName.from_resource(resource)
     if isinstance(name.which, str):
         raise InvalidFieldError(
@@ -447,11 +443,7 @@ def parse_parent(parent: str) -> RunName | str:
 def parse_checkpoint(
     request: checkpoint_api.SetTagRequest, name: TagName
 ) -> CheckpointName:
-    """Returns the checkpoint to which SetTag points a tag.
-
-    Raises:
-        InvalidFieldError: It belongs to another run.
-    """
+    """Returns the checkpoint to which SetTag points a tag."""
     checkpoint = CheckpointName.from_resource(request.checkpoint)
     if checkpoint.run != name.run:
         raise InvalidFieldError(

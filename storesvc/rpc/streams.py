@@ -147,11 +147,7 @@ class MessageBudget:
             self._shares.discard(share)
 
     async def take(self, share: Share, size_bytes: int) -> None:
-        """Adds bytes to a share once the budget has them.
-
-        Raises:
-            LimitExceededError: The budget had none in time.
-        """
+        """Adds bytes to a share once the budget has them."""
         clock = asyncio.get_running_loop().time
         until = clock() + WAIT_SECONDS
         # A request above the limit of a peer waits for all of it.
@@ -234,11 +230,7 @@ class StreamTimeout:
         self._limit: asyncio.Timeout | None = None
 
     async def limit(self, stream: AsyncIterator[S]) -> AsyncGenerator[S, None]:
-        """Yields the messages of a stream.
-
-        Raises:
-            StalledError: The client sent nothing for `STALL_SECONDS`.
-        """
+        """Yields the messages of a stream."""
         while True:
             try:
                 # Not wait_for, which would create a task per message.
@@ -322,10 +314,6 @@ async def write(
 
     Args:
         share: The memory that the call holds of a budget; None: it holds none.
-
-    Raises:
-        StalledError: The client read nothing for `READ_SECONDS`.
-        LimitExceededError: The client was slow while others waited for memory.
     """
     if share is None:
         limit: AbstractAsyncContextManager[object] = asyncio.timeout(READ_SECONDS)

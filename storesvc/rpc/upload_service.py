@@ -140,11 +140,7 @@ _FRAME_TAG: Final = wire.tag(upload_api.WriteChunksRequest.FRAME_FIELD_NUMBER)
 
 
 def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
-    """Returns the upload that BeginUpload describes.
-
-    Raises:
-        InvalidFieldError: A field is invalid; names it.
-    """
+    """Returns the upload that BeginUpload describes."""
     if not 0 <= upload.step <= MAX_STEP:
         raise InvalidFieldError(f"upload.step: expected 0 or more, got {upload.step}")
     if not 1 <= upload.writer_count <= MAX_WRITERS:
@@ -170,11 +166,7 @@ def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
 
 
 def parse_base(run: RunName, base: str) -> CheckpointName | None:
-    """Returns the base of an upload; None: it has none.
-
-    Raises:
-        InvalidFieldError: The base belongs to another run.
-    """
+    """Returns the base of an upload; None: it has none."""
     if not base:
         return None
     name = CheckpointName.from_resource(base)
@@ -199,11 +191,7 @@ def upload_name(parent: str, request_id: str) -> UploadName:
 def new_small_upload(
     run: RunName, request: upload_api.CreateCheckpointRequest
 ) -> NewUpload:
-    """Returns the upload that CreateCheckpoint describes.
-
-    Raises:
-        InvalidFieldError: A field is invalid; names it.
-    """
+    """Returns the upload that CreateCheckpoint describes."""
     new = new_upload(run, request.upload)
     if new.writer_count != 1 or new.base is not None:
         raise InvalidFieldError(

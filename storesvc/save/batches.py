@@ -159,9 +159,6 @@ class BatchAdmission:
             recall: Called at most once, when other streams wait and the client of this
                 stream is slow. It must get the permit released without waiting for
                 the client.
-
-        Raises:
-            LimitExceededError: No permit became free in time.
         """
         clock = asyncio.get_running_loop().time
         limits = self.limits
@@ -324,11 +321,7 @@ class Batch:
         return Frame(first, data[:size]), Frame(rest, data[size:])
 
     def check_progress(self, now: float) -> None:
-        """Rejects a chunk that takes too long, because other streams need the permit.
-
-        Raises:
-            StalledError: The current chunk is older than ``CHUNK_SECONDS``.
-        """
+        """Rejects a chunk that takes too long: other streams need the permit."""
         if self._open is not None and now - self._open.since > CHUNK_SECONDS:
             raise StalledError(
                 f"{self._tree.describe_chunk(self._open.chunk)} was not complete "
@@ -336,12 +329,7 @@ class Batch:
             )
 
     def add_frame(self, received: Frame, *, now: float) -> None:
-        """Adds a frame, whose bytes come next in the data file.
-
-        Raises:
-            InvalidChunkError: The frame does not fit the leaf table, or the checksum
-                of a chunk does not match.
-        """
+        """Adds a frame, whose bytes come next in the data file."""
         frame, data = received
         if not 0 < len(frame.chunk) == len(frame.offset) == len(frame.length):
             raise InvalidChunkError(

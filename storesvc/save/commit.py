@@ -474,11 +474,7 @@ class Commits:
         self, upload: OpenUpload, sums: Sums, places: ChunkLocations
     ) -> None:
         """Checks that the chunks of other uploads are still stored where the receipts
-        claim them.
-
-        Raises:
-            ChunksIncompleteError: A chunk is no longer there, or is elsewhere.
-        """
+        claim them."""
         claimed = np.flatnonzero(~_is_own(upload, places))
         if not claimed.size:
             return
@@ -536,11 +532,7 @@ class Commits:
         generation: WriteCondition,
     ) -> Generation:
         """Writes the slot, on the condition that the upload still owns it; returns its
-        generation.
-
-        Raises:
-            PreconditionError: The slot changed otherwise, or each time.
-        """
+        generation."""
         place = RunPaths(name.run).checkpoint(record.step)
         for _ in range(_WRITES):
             with suppress(PreconditionError):

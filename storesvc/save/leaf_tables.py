@@ -263,11 +263,7 @@ class LeafParts:
                 )
 
     def join(self) -> bytes:
-        """Returns the serialised leaf table, after the last part.
-
-        Raises:
-            InvalidTreeError: Leaves are missing.
-        """
+        """Returns the serialised leaf table, after the last part."""
         leaves = self._counts["key"]
         if leaves != self._leaf_count:  # a dropped connection ends the stream alike
             raise InvalidTreeError(
@@ -297,11 +293,7 @@ class SumParts:
     """Collects the parts of one receipt."""
 
     def __init__(self, tree: Tree, chunk_count: int) -> None:
-        """Creates a collector without parts.
-
-        Raises:
-            InvalidChunkError: The tree has fewer chunks than rows are announced.
-        """
+        """Creates a collector without parts."""
         if chunk_count > tree.chunk_count:
             raise InvalidChunkError(
                 f"receipt: chunk_count: the tree has {tree.chunk_count} chunks, got "
@@ -331,11 +323,7 @@ class SumParts:
         return sums.nbytes
 
     def join(self) -> Sums:
-        """Returns the checksums of all rows, after the last part.
-
-        Raises:
-            InvalidChunkError: Rows are missing, or are not ascending by ordinal.
-        """
+        """Returns the checksums of all rows, after the last part."""
         if self._rows != self._chunk_count:  # see LeafParts.joined
             raise self._count_error()
         parts, self._parts = self._parts, []

@@ -71,11 +71,7 @@ from storesvc_proto.v1 import tree_pb2
 def check_direct_chunks(
     upload: OpenUpload, table: tree_pb2.ChunkTable
 ) -> tuple[Sums, ChunkLocations]:
-    """Returns the checksums and the locations of the chunks of a table.
-
-    Raises:
-        InvalidChunkError: The table breaks a rule of ``WriteChunksRequest.placed``.
-    """
+    """Returns the checksums and the locations of the chunks of a table."""
     try:
         sums, places = unpack_sums(table), unpack_places(table)
     except InvalidChunksError as e:

@@ -166,12 +166,7 @@ def pack_table(sums: Sums, places: ChunkLocations) -> pb.Receipt:
 
 
 def unpack_table(place: str, receipt: pb.Receipt, chunk_count: int) -> Table:
-    """Returns the stored chunks of a staging table or a receipt.
-
-    Raises:
-        CorruptDataError: The message contradicts itself, or names chunks that are not
-            in the leaf table.
-    """
+    """Returns the stored chunks of a staging table or a receipt."""
     try:
         table = tree_pb2.ChunkTable.FromString(receipt.chunks)
         sums, places = unpack_sums(table), unpack_places(table)

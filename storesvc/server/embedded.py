@@ -66,10 +66,6 @@ class EmbeddedServer:
             root: URI of the store; a store is created if there is none.
             timeout: Maximum seconds to open the store.
             collect: Whether it collects garbage; None: unless the store is in a bucket.
-
-        Raises:
-            StartError: The root is not a URI of a supported storage, the store's format
-                is unknown, or the storage did not answer.
         """
         _check_not_forked(root)
         directory = tempfile.mkdtemp(prefix="storesvc-")
@@ -115,12 +111,7 @@ class EmbeddedServer:
 
 
 def holds_store(root: str, *, timeout: float) -> bool:
-    """Returns whether a store exists at a root; creates none.
-
-    Raises:
-        StartError: The root is not a URI of a supported storage, or the storage did not
-            answer.
-    """
+    """Returns whether a store exists at a root; creates none."""
 
     _check_not_forked(root)
 

@@ -253,9 +253,6 @@ async def send_spans(endpoint: str) -> AsyncIterator[None]:
 
     Args:
         endpoint: URL of the collector, without ``/v1/traces``; empty: none are sent.
-
-    Raises:
-        InvalidFieldError: The URL is invalid, or the packages are not installed.
     """
     if not endpoint:
         yield
@@ -342,10 +339,6 @@ class Serving:
 
         Args:
             insecure: True to permit plaintext for other machines.
-
-        Raises:
-            InvalidFieldError: Other machines could connect in plaintext or without a
-                policy, or the interval is negative.
         """
         if self.gc_interval < timedelta(0):
             raise InvalidFieldError(

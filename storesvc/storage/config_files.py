@@ -37,11 +37,7 @@ def file_state(path: Path) -> FileState | None:
 
 
 def read_file(path: Path) -> bytes:
-    """Reads a regular file.
-
-    Raises:
-        OSError: It cannot be read, is too large, or is something else, such as a FIFO.
-    """
+    """Reads a regular file."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -125,9 +125,6 @@ def parse_root(place: "str | os.PathLike[str]") -> str:
 
     >>> parse_root("/ckpts/../old"), parse_root(Path("/ckpts")), parse_root("host:7070")
     ('file:///old', 'file:///ckpts', 'host:7070')
-
-    Raises:
-        InvalidFieldError: It is neither a text nor a path, or a path made of a URI.
     """
     if not isinstance(place, str | os.PathLike):
         raise InvalidFieldError(
@@ -147,12 +144,7 @@ def parse_root(place: "str | os.PathLike[str]") -> str:
 
 
 def storage_at(root: str) -> Storage:
-    """Returns the storage at a root.
-
-    Raises:
-        InvalidFieldError: The root is not a URI of a known storage, has a fragment, has
-            an option that this storage does not know, or has an option twice.
-    """
+    """Returns the storage at a root."""
     url = urlsplit(root)
     if "#" in root:
         raise InvalidFieldError(

@@ -490,11 +490,7 @@ class KeySpace:
         self._pool = pool
 
     async def places(self) -> dict[str, ValueLocation] | None:
-        """Returns the range of each key's value; None if there is no key space.
-
-        Raises:
-            CorruptDataError: A node is damaged or missing.
-        """
+        """Returns the range of each key's value; None if there is no key space."""
         stored = await self._bucket.read(self._path + ROOT)
         if stored is None:
             return None

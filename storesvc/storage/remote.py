@@ -94,11 +94,7 @@ class S3Deletes:
 
     @classmethod
     async def for_storage(cls, storage: Storage) -> Self:
-        """Returns the deletions of a storage on S3; sends no request to it.
-
-        Raises:
-            InvalidFieldError: obstore is not installed, or there are no credentials.
-        """
+        """Returns the deletions of a storage on S3; sends no request to it."""
         try:
             from obstore.store import S3Store
         except ModuleNotFoundError as e:

@@ -75,9 +75,6 @@ def resolve(
 
     Args:
         held: The object that it names, read at any time after the announcement.
-
-    Raises:
-        FormatUnsupportedError: This release does not know the kind of the change.
     """
     if isinstance(held, pb.TagRecord):
         found = _numbered_outcome(number, held.sequence, announcement, held)
@@ -134,11 +131,7 @@ def pack_token(position: Position, *, parent: str, key: bytes, nonce: bytes) -> 
 
 
 def unpack_token(token: str, *, parent: str, key: bytes) -> Position:
-    """Returns the position of a resume token.
-
-    Raises:
-        InvalidResumeTokenError: ``pack_token`` did not make it for them.
-    """
+    """Returns the position of a resume token."""
     try:
         data = urlsafe_b64decode(token)
     except (Base64Error, ValueError):

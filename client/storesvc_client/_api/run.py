@@ -1111,11 +1111,7 @@ def run_import(
 def run_copy(
     source: Run, target: Run, progress: ProgressCallback | None = None
 ) -> "RunCopy":
-    """Returns the copy from a run to another.
-
-    Raises:
-        InvalidRequestError: The target is the same run, or no run.
-    """
+    """Returns the copy from a run to another."""
     if not isinstance(target, Run):
         raise InvalidRequestError(
             f"copy of {source.name}: expected a run to copy to, got {target!r}"

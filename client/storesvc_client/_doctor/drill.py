@@ -68,11 +68,7 @@ class DrillRun:
         return time.perf_counter() - begin
 
     def restore(self, run: Run, step: int) -> float:
-        """Restores a step, and compares each bit; returns the seconds.
-
-        Raises:
-            DataLossError: It is not what was saved.
-        """
+        """Restores a step, and compares each bit; returns the seconds."""
         begin = time.perf_counter()
         state = run.restore(step)
         seconds = time.perf_counter() - begin

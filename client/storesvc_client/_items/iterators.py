@@ -81,9 +81,6 @@ def read_shards(
         saved: Number of processes that saved a value each.
         read: Reads the values of some of these processes, in their order.
         known: Values that were read already, by process.
-
-    Raises:
-        UnfitStateError: Shards are missing or differ, or there is none to take.
     """
     values = _Values(saved, read, known)
     values.fetch([0])
@@ -191,9 +188,6 @@ def to_json(state: Any, where: str = "", depth: int = 0) -> Any:
             integers as keys.
         where: Place of the value in the state, for messages.
         depth: Number of lists, tuples and dicts around it.
-
-    Raises:
-        ValueError: It holds anything else; the message says where.
     """
     kind = type(state)
     if state is None or kind in (bool, int, str):
@@ -218,11 +212,7 @@ def to_json(state: Any, where: str = "", depth: int = 0) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Returns the state that ``to_json`` returned as this value.
-
-    Raises:
-        ValueError: It returns no such value.
-    """
+    """Returns the state that ``to_json`` returned as this value."""
     if type(value) is list:
         return [from_json(each) for each in value]
     if type(value) is not dict:
@@ -323,11 +313,7 @@ def has_state(owner: object) -> bool:
 
 
 def take_state(owner: Any) -> State | None:
-    """Returns the present state of an object; None if it has no state.
-
-    Raises:
-        ValueError: The state cannot be kept; the message says where in it.
-    """
+    """Returns the present state of an object; None if it has no state."""
     shards, shard_methods = None, _shard_methods(owner)
     if shard_methods is not None:
         with suppress(NotImplementedError):  # Grain's ElasticIterator of a MapDataset
@@ -347,11 +333,7 @@ def take_state(owner: Any) -> State | None:
 
 
 def give_state(owner: Any, value: Any) -> None:
-    """Gives an object a state that was saved for this process, or for all.
-
-    Raises:
-        UnfitStateError: It is the state of an object of another class.
-    """
+    """Gives an object a state that was saved for this process, or for all."""
     name = type_name(type(owner))
     methods = _methods(owner)
     if methods is None:
@@ -368,11 +350,7 @@ def give_state(owner: Any, value: Any) -> None:
 
 
 def shard_part(owner: Any) -> tuple[int, int]:
-    """Returns which shards an object takes: index and count of its ``shard_options``.
-
-    Raises:
-        UnfitStateError: The object takes no shards.
-    """
+    """Returns the shards that an object takes: index and count of ``shard_options``."""
     if _shard_methods(owner) is None:
         raise UnfitStateError(
             "expected an object with set_shard_states, because shard states were "

@@ -66,11 +66,7 @@ def pack_document(fields: Mapping[str, Any]) -> bytes:
 
 
 def unpack_document(document: bytes) -> dict[str, Any]:
-    """Returns the fields of a document.
-
-    Raises:
-        StructureError: It is no document, or too large.
-    """
+    """Returns the fields of a document."""
     try:
         text = _decompress(document)
         _check_size(text)
@@ -168,11 +164,7 @@ def pack_container_document(containers: Iterable[Container]) -> bytes:
 
 
 def unpack_containers(document: bytes) -> list[Container]:
-    """Returns the containers of a document, or none if it is of another type.
-
-    Raises:
-        StructureError: The document is malformed.
-    """
+    """Returns the containers of a document, or none if it is of another type."""
     if not document.startswith(CONTAINERS):
         return []
     fields = unpack_document(document.removeprefix(CONTAINERS))
@@ -302,9 +294,6 @@ def encode_item(value: Any) -> Encoded:
         value: A ``str``, ``bytes``, or a value of JSON: None, a ``bool``, ``int`` or
             finite ``float``, or lists and dicts of these and of texts, with texts as
             keys.
-
-    Raises:
-        ValueError: It is another value, or too large; the message says where.
     """
     encoded = encode_python(value)
     if encoded is not None and encoded.kind != pb.LEAF_KIND_INTEGER:
@@ -352,9 +341,6 @@ def decode(kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
 
     Args:
         kind: Kind of the leaf, one of ``ENCODED_KINDS``.
-
-    Raises:
-        ValueError: The bytes are no encoding of this kind.
     """
     match kind:
         case pb.LEAF_KIND_TEXT:
@@ -373,11 +359,7 @@ def decode(kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
 
 
 def decode_value(key: str, kind: "pb.LeafKind.ValueType", data: bytes) -> Any:
-    """Returns the value of a leaf or an item whose bytes are as they were saved.
-
-    Raises:
-        DataLossError: They are no encoding of its kind.
-    """
+    """Returns the value of a leaf or an item whose bytes are as they were saved."""
     try:
         return decode(kind, data)
     except ValueError as e:

@@ -189,11 +189,7 @@ def leaf_statistics(
 
 def sampled_chunks(leaf: LeafInfo, chunk_bytes: int, budget_bytes: int) -> list[int]:
     """Returns the numbers of the chunks that a budget allows to read: all, or some that
-    are evenly distributed.
-
-    Raises:
-        InvalidRequestError: The budget is less than a chunk.
-    """
+    are evenly distributed."""
     most = budget_bytes // chunk_bytes if chunk_bytes else leaf.chunk_count
     if most < 1 and leaf.chunk_count:
         raise InvalidRequestError(

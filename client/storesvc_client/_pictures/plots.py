@@ -190,11 +190,7 @@ class Plot(Drawing):
 
 
 def make_plot(run: str, metric: str, checkpoints: Iterable["Checkpoint"]) -> Plot:
-    """Returns the plot of a metric.
-
-    Raises:
-        NotFoundError: No checkpoint has the metric; names the nearest.
-    """
+    """Returns the plot of a metric."""
     if not isinstance(metric, str):
         raise InvalidRequestError(
             f"plot of {run}: expected the name of a metric, got {metric!r}"

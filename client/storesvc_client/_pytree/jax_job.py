@@ -155,11 +155,7 @@ def reached_sync_point() -> Callable[[], bool] | None:
 
 
 def all_gather(own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
-    """Implements ``spread.Gather`` with the first device of each process.
-
-    Raises:
-        UnavailableError: A process died during the exchange, or cannot be reached.
-    """
+    """Implements ``spread.Gather`` with the first device of each process."""
     mesh, together = _program(tuple(processes))
     here = mesh.devices[processes.index(jax.process_index())]
     try:

@@ -277,13 +277,7 @@ class Signature:
 
 @collector_paused()
 def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
-    """Returns the leaves of a pytree in the order of the pytree, and its treedef.
-
-    Raises:
-        UnsupportedLeafError: Two paths have the same key, the key of one leaf is a
-            prefix of another's, a key is too long or not Unicode, or jax cannot flatten
-            the tree.
-    """
+    """Returns the leaves of a pytree in the order of the pytree, and its treedef."""
     try:
         flat, treedef = tree_flatten_with_path(tree)
     # for example, dict keys 0 and "0" in one dict
@@ -584,9 +578,6 @@ def storable(
 
     Args:
         is_alone: True if no other process saves the tree, too.
-
-    Raises:
-        UnsupportedLeafError: A checkpoint cannot hold some; the message lists them.
     """
     found = [(leaf, signature(leaf.value)) for leaf in leaves]
     problems = [
@@ -676,11 +667,7 @@ def mapping_leaves(
 def add_leaves(
     leaves: dict[GraphPath, Any], more: Iterable[tuple[GraphPath, Any]]
 ) -> None:
-    """Adds leaves to a dict of leaves.
-
-    Raises:
-        ValueError: Two leaves have one path.
-    """
+    """Adds leaves to a dict of leaves."""
     for path, leaf in more:
         if path in leaves:
             raise ValueError(
@@ -690,11 +677,7 @@ def add_leaves(
 
 
 def nest_leaves(leaves: Mapping[GraphPath, Any]) -> dict[Any, Any]:
-    """Returns the nested dict of leaves given by path.
-
-    Raises:
-        ValueError: A leaf is at the root, or below another leaf.
-    """
+    """Returns the nested dict of leaves given by path."""
     if () in leaves:
         raise ValueError("expected every leaf below a key, got a leaf at the root")
     _refuse_leaves_below_leaves(leaves)

@@ -76,12 +76,7 @@ class Placer:
         rules: "Rules | Literal['recorded'] | None",
         indivisible: Indivisible = "error",
     ) -> None:
-        """Prepares the rules on the mesh.
-
-        Raises:
-            InvalidRequestError: A mesh without rules, rules without a mesh, or a rule
-                that is not usable.
-        """
+        """Prepares the rules on the mesh."""
         if (mesh is None) != (rules is None):
             raise InvalidRequestError(
                 "restore: expected both mesh= and rules=, or neither; rules=[('', "
@@ -104,11 +99,7 @@ class Placer:
             self._partitioner = Partitioner(mesh, ordered, indivisible)
 
     def placement(self, leaf: Leaf, wanted: Wanted) -> Placement:
-        """Returns the placement of a leaf.
-
-        Raises:
-            ValueError: The leaf cannot be placed; the message says why.
-        """
+        """Returns the placement of a leaf."""
         if wanted.kind not in _DEVICE_KINDS:
             return None
         is_key = wanted.kind == pb.LEAF_KIND_PRNG_KEY

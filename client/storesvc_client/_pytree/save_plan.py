@@ -563,9 +563,6 @@ class TreeSource:
 
         Called by one thread at a time: when several threads ask for the shards of an
         array for the first time at once, jax lists some twice and omits others.
-
-        Raises:
-            UnavailableError: This happened, caused by threads outside the save.
         """
         value, plan = self._values[row], self._plan.leaves[row]
         if plan.is_key:

@@ -291,10 +291,6 @@ class JointRestore:
 
         Args:
             seconds: Time that the others may still take.
-
-        Raises:
-            PeerFailedError: Processes failed or have not ended in time; the message
-                names them and their progress.
         """
         # 2. Meet after the last byte.
         end = time.monotonic() + seconds + GRACE_SECONDS

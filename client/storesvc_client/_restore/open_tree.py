@@ -157,11 +157,7 @@ class TreeReader:
                     yield row, arrays.pop(row)
 
     def find_row(self, key: str) -> int:
-        """Returns the row of a leaf of the tree.
-
-        Raises:
-            NotFoundError: There is no such leaf.
-        """
+        """Returns the row of a leaf of the tree."""
         if key not in self.by_key:
             raise NotFoundError(
                 f"{self.name} has no leaf {key!r}; list its leaves to see all"
@@ -174,11 +170,7 @@ class TreeReader:
         return dict(islice(tree.by_key.items(), tree.tree_count))
 
     def select_rows(self, select: Sequence[Pattern] | None) -> list[int]:
-        """Returns the rows of the leaves that patterns match; None: of all.
-
-        Raises:
-            NotFoundError: A pattern matches none.
-        """
+        """Returns the rows of the leaves that patterns match; None: of all."""
         by_key = self.by_key
         if select is None:
             return list(by_key.values())

@@ -178,11 +178,7 @@ class ServerSource:
     def _read_some(
         self, method: _Method, ordinals: Sequence[int], assembly: Assembly
     ) -> list[int]:
-        """Reads chunks in one stream; returns those missing when it broke.
-
-        Raises:
-            UnavailableError: The stream completed no chunk.
-        """
+        """Reads chunks in one stream; returns those missing when it broke."""
         try:
             self._stream(method, ordinals, assembly)
             left = assembly.restart(ordinals)
@@ -516,12 +512,7 @@ class BucketSource:
 
     def take(self, read: Read, calls: list[RangeRead], assembly: Assembly) -> int:
         """Verifies and copies the response to a read; returns the bytes of the buffers
-        handed over.
-
-        Raises:
-            DataLossError: The data file is missing or corrupt.
-            UnavailableError: There was no response; lists the missing chunks.
-        """
+        handed over."""
         named = describe(self._manifest, read)
         try:
             # The response is freed once it is copied to `memory`: new memory for more

@@ -566,11 +566,7 @@ def rows(
     on_damage: OnDamage,
 ) -> Iterator[T]:
     """Yields the rows of a list in the server's order; changes the request for each
-    page.
-
-    Raises:
-        DataLossError: The record of the next row is corrupt.
-    """
+    page."""
     while True:
         page = ask(request)
         yield from _in_order(rows_of(page), page.damaged, on_damage)
@@ -611,11 +607,7 @@ class RunStub:
         self.service = connection.checkpoints
 
     def checkpoint_name(self, which: Which) -> CheckpointName:
-        """Returns the name of a checkpoint, which "latest" and tags leave open.
-
-        Raises:
-            InvalidRequestError: It is neither a step nor the name of a tag.
-        """
+        """Returns the name of a checkpoint, which "latest" and tags leave open."""
         try:
             if isinstance(which, str):
                 return CheckpointName(self.name, which)

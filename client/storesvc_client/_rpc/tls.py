@@ -56,11 +56,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses a target.
-
-        Raises:
-            InvalidRequestError: It names no server.
-        """
+        """Parses a target."""
         if text.startswith(_UNIX) and text != _UNIX:
             return cls(text, ())
         scheme = next(filter(text.startswith, _SCHEMES), "")
@@ -150,11 +146,7 @@ class Tls:
     key: Path | None
 
     def __post_init__(self) -> None:
-        """Checks the files.
-
-        Raises:
-            InvalidRequestError: One is missing, or they cannot be used.
-        """
+        """Checks the files."""
         if (self.cert is None) != (self.key is None):
             given, missing = ("cert", "key") if self.cert else ("key", "cert")
             raise InvalidRequestError(

@@ -46,11 +46,7 @@ class TokenSource(Protocol):
 
 
 def token_source(token: Token) -> TokenSource:
-    """Returns the source of a token.
-
-    Raises:
-        InvalidRequestError: It is neither a text, a path nor a function.
-    """
+    """Returns the source of a token."""
     if isinstance(token, str):
         return _Fixed(_check_token(token, "token"))
     if isinstance(token, PathLike):

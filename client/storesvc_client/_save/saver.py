@@ -223,11 +223,7 @@ class Save:
 
 
 def checked_step(run: str, step: SupportsIndex) -> int:
-    """Returns the step of a save as an int.
-
-    Raises:
-        InvalidRequestError: It is no integer, or out of range.
-    """
+    """Returns the step of a save as an int."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:

@@ -184,9 +184,6 @@ class SlabQueue:
 
         Args:
             starved: Waits of the snapshot that the caller has already reacted to.
-
-        Raises:
-            StarvedError: The snapshot has waited for memory more often than that.
         """
         ends = math.inf
         while not is_ready():

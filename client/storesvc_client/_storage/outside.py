@@ -67,11 +67,7 @@ class OutsideFiles:
 
 def local_folder(url: str | os.PathLike[str], *, noun: str) -> Path | None:
     """Returns the path of a place on this machine, from a path or ``file:///PATH``;
-    None for a URL of ``PACKAGES``.
-
-    Raises:
-        InvalidRequestError: The URL names no such place.
-    """
+    None for a URL of ``PACKAGES``."""
     text = os.fspath(url)
     if not text or "\0" in text:
         raise InvalidRequestError(f"{noun}: expected a URL or a path, got {url!r}")
@@ -99,11 +95,7 @@ def local_folder(url: str | os.PathLike[str], *, noun: str) -> Path | None:
 
 def open_outside(url: str, options: Mapping[str, Any], *, noun: str) -> OutsideFiles:
     """Opens the file system of a URL of ``PACKAGES``; sends no request. The URL of a
-    bucket has options as the root of a store; `options` take precedence.
-
-    Raises:
-        InvalidRequestError: The URL or an option is invalid, or a package is missing.
-    """
+    bucket has options as the root of a store; `options` take precedence."""
     scheme = urlsplit(url).scheme
     storage, plain = None, url.rstrip("/")
     if scheme in ("gs", "s3"):

@@ -38,12 +38,7 @@ Root: TypeAlias = "Path | BucketRoot"
 
 def direct_root(target: str, direct: object) -> "Root | None":
     """Returns the root whose files a client reads itself, which may be its target; None
-    if it reads none.
-
-    Raises:
-        InvalidRequestError: The root cannot be reached from this machine, or packages
-            that it needs are not installed.
-    """
+    if it reads none."""
     if direct is None:
         return _reach_root(storage_at(target)) if is_root(target) else None
     if not isinstance(direct, str):
@@ -145,10 +140,6 @@ class LentBucket:
 
         The record of the store is not read: a lent credential does not permit that.
         Each credential names the root that the server lends for.
-
-        Raises:
-            InvalidRequestError: The target is no server, the root is not in a bucket,
-                or a package is missing.
         """
         if is_root(target):
             raise InvalidRequestError(

@@ -436,12 +436,7 @@ class Telemetry:
         orbax_events: bool = False,
         step_logger: StepLogger | None = None,
     ) -> None:
-        """Creates the monitoring; nothing is sent yet.
-
-        Raises:
-            InvalidRequestError: ``orbax_events`` is no bool, or ``step_logger`` has no
-                ``log_entry``.
-        """
+        """Creates the monitoring; nothing is sent yet."""
         if not isinstance(orbax_events, bool):
             raise InvalidRequestError(
                 f"connect: orbax_events=: expected True or False, got {orbax_events!r}"

@@ -205,11 +205,7 @@ class Meter:
         spent.add(since, self.clock() if until is None else until)
 
     def add(self, size_bytes: int) -> None:
-        """Adds bytes that are done, and calls the callback if it is due.
-
-        Raises:
-            CallbackFailedError: The callback of a restore failed.
-        """
+        """Adds bytes that are done, and calls the callback if it is due."""
         with self._lock:
             self.done_bytes += size_bytes
         callback = self._callback

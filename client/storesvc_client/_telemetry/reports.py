@@ -340,11 +340,7 @@ def report_document(report: _Report) -> dict[str, Any]:
 def parse_report(
     text: str | bytes, place: str = "report"
 ) -> SaveReport | RestoreReport:
-    """Returns the report that its ``to_json`` has written.
-
-    Raises:
-        InvalidRequestError: It is no report, or it is damaged.
-    """
+    """Returns the report that its ``to_json`` has written."""
     try:
         found = _mapping(_load_json(text), "report")
         for cls, kind in _KINDS.items():

@@ -113,9 +113,6 @@ def parse_past(text: str, now: datetime) -> datetime:
     """Returns the time of an age ("24h") or of a time in ISO 8601.
 
     A time without a zone is in the zone of this machine.
-
-    Raises:
-        InvalidRequestError: The text is neither.
     """
     with suppress(ValueError, OverflowError):
         return datetime.fromisoformat(text.strip()).astimezone()
@@ -132,9 +129,6 @@ def parse_duration(text: str) -> timedelta:
     """Returns the duration of a text: a number and a unit, days to seconds.
 
     The first letter of the unit is enough: "36h", "12 hours", "0.5 seconds".
-
-    Raises:
-        InvalidRequestError: The text is no duration, or finer than a microsecond.
     """
     found = _DURATION.fullmatch(text.strip())
     if found:

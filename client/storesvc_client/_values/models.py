@@ -792,11 +792,7 @@ class Transfer:
 def with_provenance(
     what: str, prefix: str, labels: Mapping[str, str], provenance: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns labels together with the provenance of a checkpoint.
-
-    Raises:
-        InvalidRequestError: A label has a key of the provenance.
-    """
+    """Returns labels together with the provenance of a checkpoint."""
     added = {
         f"{prefix}{key}": label_text(text) for key, text in provenance.items() if text
     }

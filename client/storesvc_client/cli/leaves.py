@@ -453,12 +453,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def file_names(leaves: "Sequence[LeafInfo]") -> dict[str, str]:
-    """Returns the name of the file of each leaf, by its key.
-
-    Raises:
-        Refusal: A leaf has a dtype that no file format has, or the file of one would be
-            the directory of another.
-    """
+    """Returns the name of the file of each leaf, by its key."""
     names = {leaf.key: (leaf.key or _ONLY) + _suffix(leaf) for leaf in leaves}
     above = {str(parent) for name in names.values() for parent in Path(name).parents}
     for key, name in names.items():

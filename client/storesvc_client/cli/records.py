@@ -340,10 +340,6 @@ def comparison(
     Args:
         is_quoted: Whether the value was in quotes: then it is no pattern.
         now: Current time, for ages.
-
-    Raises:
-        ValueError: The field has no such values, or no such order; describes what is
-            expected.
     """
     if sign.orders and field.kind in (Kind.FLAG, Kind.TEXT, Kind.TEXTS):
         raise ValueError(f"expected = or != before the value of {field.name}")

@@ -187,11 +187,7 @@ class Training:
         return state
 
     def resume(self, run: Run, which: Which) -> tuple[EasyDeLState, Restored]:
-        """Returns the state of a checkpoint, bitwise as it was saved.
-
-        Raises:
-            ValueError: The digest of the state differs from the saved one.
-        """
+        """Returns the state of a checkpoint, bitwise as it was saved."""
         began = time.monotonic()
         state = restore_state(
             run, which, model=make_model, tx=self._tx, mesh=self._mesh, rules=RULES

@@ -296,9 +296,6 @@ def step_contents(
         is_default: ... if it is the only one.
         metrics: Metrics of the step, a value of JSON, or None.
         custom_metadata: Metadata of the step, a value of JSON, or None.
-
-    Raises:
-        InvalidRequestError: A tree is empty, or a handler wrote too much.
     """
     import jax
 

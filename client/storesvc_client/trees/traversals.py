@@ -708,11 +708,7 @@ def _with_keys(
 
 
 def join_names(paths: Iterable[tuple[str, ...]], sep: str) -> list[str]:
-    """Returns the joined names of paths.
-
-    Raises:
-        ValueError: A part contains ``sep``, or two paths have one name.
-    """
+    """Returns the joined names of paths."""
     names: dict[str, tuple[str, ...]] = {}
     for path in paths:
         name = sep.join(path)

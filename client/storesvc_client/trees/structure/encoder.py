@@ -564,9 +564,6 @@ def encode_graphdef(graphdef: "nnx.GraphDef[Any]") -> dict[str, JSON]:
     The document is equal for the same model in another process, on another mesh, with
     another seed, or made by ``nnx.eval_shape``. Parts of it are shared objects: copy it
     before you modify it.
-
-    Raises:
-        UnsupportedLeafError: It has hijax Variables, or is nested too deeply.
     """
     root, leaves = make_skeleton(graphdef)
     encoder = _Encoder({id(leaf) for leaf in leaves})

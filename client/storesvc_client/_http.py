@@ -1,8 +1,12 @@
-"""Serves an application over HTTP on this machine until Ctrl-C or SIGTERM."""
+"""Serves an application over HTTP: until Ctrl-C or SIGTERM, or in a thread."""
 
 import asyncio
 import signal
 import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import h11
@@ -24,7 +28,7 @@ from storesvc_client.errors import (
 )
 
 HOST: Final = "127.0.0.1"
-"""Address of all that is served here: only this machine reaches it."""
+"""Address of what only this machine reaches."""
 
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 """Names of this machine in a Host header."""
@@ -92,9 +96,31 @@ def configuration(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-def bound_socket(port: int) -> socket.socket:
-    """Returns a socket on a port of this machine; 0 chooses a free one."""
-    return socket.create_server((HOST, port))
+def bound_socket(port: int, host: str = HOST) -> socket.socket:
+    """Returns a socket on a port, by default of this machine; 0 chooses a free one."""
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
+@contextmanager
+def serve_in_thread(
+    app: ASGIApp, listening: socket.socket, tls: ssl.SSLContext | None = None
+) -> Iterator[None]:
+    """Serves in a thread of this process while the context lasts."""
+    config = configuration(app)
+    config.load()
+    config.ssl = tls
+    server = uvicorn.Server(config)
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listening]}, name="storesvc-http"
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def serve(app: ASGIApp, listening: socket.socket) -> None:

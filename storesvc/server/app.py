@@ -123,6 +123,7 @@ async def running(
     read_only: str = "",
     security: Security = OPEN,
     max_connections: int = MAX_CONNECTIONS,
+    inner_address: str = "",
 ) -> AsyncIterator[Serving]:
     """Serves a store at an address while the context lasts.
 
@@ -132,6 +133,8 @@ async def running(
             calls, so that clients and load balancers can switch to another server.
         read_only: The root if calls that change the store are rejected, else "".
         max_connections: Connections at a time; others are closed at once.
+        inner_address: Address of a Unix socket that only this process can enter, which
+            is served, too, without TLS; "" for none.
 
     Yields:
         The port, and the calls that this process can make without it.
@@ -170,6 +173,8 @@ async def running(
             port = server.add_secure_port(address, tls.credentials())
         else:
             port = server.add_insecure_port(address)
+        if inner_address:
+            server.add_insecure_port(inner_address)
     except RuntimeError as e:
         raise unusable(address) from e
     await server.start()

@@ -18,10 +18,17 @@ import socket
 import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -289,6 +296,11 @@ returned by then never returns, such as one for a file on a lost network mount."
 _log = logging.getLogger(__name__)
 
 
+ExtraServer: TypeAlias = Callable[[str], AbstractContextManager[str]]
+"""Returns a context that serves, as a client of the server at an address, and yields
+what the log says. It is entered and left in threads, because it calls the server."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """Configuration of a server."""
@@ -320,6 +332,8 @@ class Serving:
     """Address of the metrics; None: none are served."""
     otlp_endpoint: str = ""
     """URL of the collector that receives spans; empty: none are sent."""
+    extra_server: "ExtraServer | None" = None
+    """Serves the store in another protocol; None: there is none."""
 
     @property
     def address(self) -> str:
@@ -456,7 +470,10 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         security = await stack.enter_async_context(
             record_audit(security, serving.audit)
         )
-        port = serving.port
+        port, note, inner = serving.port, "", ""
+        if serving.extra_server:
+            folder = stack.enter_context(TemporaryDirectory(prefix="storesvc-"))
+            inner = f"unix:{folder}/socket"
         if not serving.collects_only:
             served = running(
                 store,
@@ -466,11 +483,19 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
                 read_only=serving.root if serving.is_read_only else "",
                 security=security,
                 max_connections=take_descriptors(),
+                inner_address=inner,
             )
             port = (await stack.enter_async_context(served)).port
+        if serving.extra_server:
+            extra = serving.extra_server(inner)
+            note = await asyncio.to_thread(extra.__enter__)
+            leave = partial(extra.__exit__, None, None, None)
+            stack.push_async_callback(asyncio.to_thread, leave)
         # 2. Report the address only now: calls are accepted.
         serves.set()
         ready(replace(serving, port=port))
+        if note:
+            _log.info("%s", note)
         if serving.metrics and metrics_port:
             _log.info("metrics at http://%s:%d", serving.metrics.host, metrics_port)
         # 3. The collection ends before the drain, and gives its lease back.

@@ -11,12 +11,13 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -31,6 +32,8 @@ from storesvc.rpc.calls import OPEN, Security
 from storesvc.storage.config_files import FileCheck, FileState, file_state, read_file
 from storesvc.storage.location import storage_at
 from storesvc_proto.v1 import access_service_pb2 as access_api
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -161,12 +164,24 @@ class Tls:
         Raises:
             InvalidFieldError: The files are unusable.
         """
-        current = _Current(self)
+        current = _Current(self, self.read)
         return grpc.dynamic_ssl_server_credentials(
             current.configuration,
             current.fetch,  # type: ignore[arg-type]  # the stubs forbid None
             require_client_authentication=self.client_ca is not None,
         )
+
+    def make_context(self) -> ssl.SSLContext:
+        """Returns the context of a server of HTTPS, which reloads the files, too."""
+        current = _Current(self, self._check)
+
+        def renew(connection: ssl.SSLObject, _name: str | None, _context: Any) -> None:
+            current.fetch()
+            connection.context = current.configuration
+
+        context = current.configuration
+        context.sni_callback = renew  # called at each handshake
+        return context
 
     def state(self) -> tuple[FileState | None, ...]:
         """Returns a value that changes whenever the files change."""
@@ -183,7 +198,7 @@ class Tls:
         files = (self.certificate, self.key)
         return files if self.client_ca is None else (*files, self.client_ca)
 
-    def _check(self) -> None:
+    def _check(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for file in self._files():
             try:  # ssl's own error does not name the file
@@ -199,29 +214,31 @@ class Tls:
                 f"got {self.certificate} and {self.key} ({_cause(e)})"
             ) from e
         if self.client_ca is None:
-            return
+            return context
         try:
             context.load_verify_locations(self.client_ca)
         except OSError as e:
             raise InvalidFieldError(
                 f"TLS: expected certificates in PEM, got {self.client_ca} ({_cause(e)})"
             ) from e
+        return context
 
 
-class _Current:
+class _Current(Generic[T]):
     """The certificates that were read last."""
 
-    def __init__(self, tls: Tls) -> None:
+    def __init__(self, tls: Tls, read: Callable[[], T]) -> None:
         self._tls = tls
+        self._read = read
         self._state = tls.state()
-        self.configuration = tls.read()
-        self._changed: grpc.ServerCertificateConfiguration | None = None
+        self.configuration = read()
+        self._changed: T | None = None
         self._check = FileCheck(self._reload, what=f"TLS {tls.certificate}")
 
-    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+    def fetch(self) -> T | None:
         """Returns the certificates if they changed and are usable, else None.
 
-        gRPC calls it in its own threads, one at a time.
+        A server calls it in its own threads, one at a time.
         """
         self._check.run()
         found, self._changed = self._changed, None
@@ -233,7 +250,7 @@ class _Current:
             return
         self._state = state
         try:
-            self._changed = self._tls.read()
+            self.configuration = self._changed = self._read()
         except (InvalidFieldError, OSError) as e:
             _log.warning("keeping the previous certificates: %s", e)
         else:

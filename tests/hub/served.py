@@ -4,6 +4,7 @@ from secrets import token_urlsafe
 
 import storesvc_client as store
 from storesvc_client._hub.app import create_app
+from storesvc_client._hub.callers import TokenHolders
 from storesvc_client._hub.snapshots import View
 from tests.support.served_app import ServedApp
 
@@ -15,6 +16,6 @@ class ServedHub(ServedApp):
         super().__init__()
         self.token = token_urlsafe(32)
         self.serve(
-            create_app(client, view or View(), token=self.token),
+            create_app(TokenHolders(client, view or View(), token=self.token)),
             headers={"Authorization": f"Bearer {self.token}"},
         )

@@ -1,18 +1,16 @@
 """An application of ASGI on a real socket, in a thread of this process."""
 
-import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
 import httpx
-import uvicorn
 from starlette.types import ASGIApp
 
-from storesvc_client._http import bound_socket, configuration
+from storesvc_client._http import bound_socket, serve_in_thread
 
 SECONDS = 120.0
-"""Maximum time of a request, and of the end."""
+"""Maximum time of a request."""
 
 
 class ServedApp:
@@ -33,16 +31,13 @@ class ServedApp:
         cookies: dict[str, str] | None = None,
     ) -> None:
         """Sets the application, and what ``http`` sends with each request."""
-        self._server = uvicorn.Server(configuration(app))
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), daemon=True
-        )
+        self._serving = serve_in_thread(app, self._socket)
         self.http = httpx.Client(
             base_url=self.address, cookies=cookies, headers=headers, timeout=SECONDS
         )
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._serving.__enter__()
         return self
 
     def __exit__(
@@ -52,6 +47,5 @@ class ServedApp:
         traceback: TracebackType | None,
     ) -> None:
         self.http.close()
-        self._server.should_exit = True
-        self._thread.join(SECONDS)
+        self._serving.__exit__(kind, error, traceback)
         self._socket.close()

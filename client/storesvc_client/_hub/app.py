@@ -1,6 +1,6 @@
 """The application: the part of the Hub's API that clients read models with.
 
->>> app = create_app(client, View(rules=rules), token="secret")
+>>> app = create_app(TokenHolders(client, View(rules=rules), token="secret"))
 
 Source of the API: the requests that ``huggingface_hub`` 2.4 makes. Errors have the
 headers X-Error-Code and X-Error-Message, from which it makes its exceptions. Nothing is
@@ -9,7 +9,6 @@ among those that the checkpoint has.
 """
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -23,8 +22,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from storesvc_client import Client, NotFoundError, StoreError
+from storesvc_client import NotFoundError, StoreError, UnauthenticatedError
 from storesvc_client._http import http_status, is_loopback
+from storesvc_client._hub.callers import Callers
 from storesvc_client._hub.ranges import UnsatisfiableRangeError, has_tag, parse_range
 from storesvc_client._hub.served_files import ServedFile
 from storesvc_client._hub.snapshots import (
@@ -32,7 +32,6 @@ from storesvc_client._hub.snapshots import (
     Snapshots,
     UnknownRepositoryError,
     UnknownRevisionError,
-    View,
 )
 from storesvc_client._hub.streaming import StreamedResponse
 
@@ -55,16 +54,14 @@ _REVISION_REASONS: Final = frozenset(
 _log = logging.getLogger("storesvc_client")
 
 
-def create_app(client: Client, view: View, *, token: str) -> ASGIApp:
+def create_app(callers: Callers, *, is_local: bool = True) -> ASGIApp:
     """Returns the hub as an ASGI application.
 
     Args:
-        client: Client of the store, with the identity that reads; stays open.
-        view: What makes files of a checkpoint.
-        token: Secret that each request must have, as clients send ``HF_TOKEN``: other
-            users of this machine can connect, too.
+        callers: Finds what the caller of a request reads, by its token.
+        is_local: True if only this machine can connect: requests must name it.
     """
-    hub = _Hub(Snapshots(client, view))
+    hub = _Hub()
     model = "/api/models/{namespace}/{run}"
     file = "/{namespace}/{run}/resolve/{revision}/{file:path}"
     app = Starlette(
@@ -84,42 +81,54 @@ def create_app(client: Client, view: View, *, token: str) -> ASGIApp:
             Exception: _answer_defect,
         },
     )
-    return _Guard(app, token)
+    return _Guard(app, callers, is_local=is_local)
 
 
 class _Guard:
-    """Lets requests pass that name this machine as their host, and have the token."""
+    """Lets requests pass of callers that are known; other sites cannot make a browser
+    of this machine read for them."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, callers: Callers, *, is_local: bool) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._callers = callers
+        self._is_local = is_local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or passes it on."""
-        answering = self._app
-        if scope["type"] == "http":
-            headers = Request(scope).headers
-            given = headers.get("authorization", "").encode()
-            if not is_loopback(headers.get("host", "")):
-                answering = _make_error(
-                    403, "", "expected the name of this machine as the host"
-                )
-            elif not hmac.compare_digest(given, self._expected):
-                answering = _make_error(
-                    401,
-                    "",
-                    "expected the token of this hub; set HF_TOKEN as storectl hub "
-                    "prints it",
-                    {"WWW-Authenticate": "Bearer"},
-                )
-        await answering(scope, receive, send)
+        """Answers a request, or passes it on with what its caller reads."""
+        request = Request(scope)
+        if self._is_local and not is_loopback(request.headers.get("host", "")):
+            message = "expected the name of this machine as the host"
+            await _make_error(403, "", message)(scope, receive, send)
+            return
+        try:
+            token = _parse_bearer(request.headers.getlist("authorization"))
+            snapshots = await run_in_threadpool(self._callers.open, token)
+        except StoreError as e:
+            await _answer_store_error(request, e)(scope, receive, send)
+            return
+        try:
+            request.state.snapshots = snapshots
+            await self._app(scope, receive, send)
+        finally:
+            self._callers.release(token)
+
+
+def _parse_bearer(given: Sequence[str]) -> str:
+    """Returns the token of the Authorization headers; "" without any."""
+    if not given:
+        return ""
+    scheme, _, token = given[0].partition(" ")
+    if len(given) > 1 or scheme.lower() != "bearer" or not token.strip():
+        raise UnauthenticatedError(
+            "authorization: expected one bearer token, got another text; set HF_TOKEN"
+        )
+    return token.strip()
 
 
 class _Hub:
     """State that all requests share."""
 
-    def __init__(self, snapshots: Snapshots) -> None:
-        self._snapshots = snapshots
+    def __init__(self) -> None:
         self._slots = asyncio.Semaphore(_SLOTS)
 
     def show_model(self, request: Request) -> Response:
@@ -217,7 +226,8 @@ class _Hub:
     def _find(self, request: Request) -> Snapshot:
         given = request.path_params
         repository = f"{given['namespace']}/{given['run']}"
-        return self._snapshots.find(repository, given.get("revision", "main"))
+        snapshots: Snapshots = request.state.snapshots
+        return snapshots.find(repository, given.get("revision", "main"))
 
 
 def _describe_file(file: ServedFile) -> dict[str, Any]:
@@ -271,7 +281,8 @@ def _answer_store_error(_request: Request, error: Exception) -> Response:
         code = "RepoNotFound" if error.reason == "RUN_NOT_FOUND" else "EntryNotFound"
         if error.reason in _REVISION_REASONS:
             code = "RevisionNotFound"
-    return _make_error(status, code, str(error))
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return _make_error(status, code, str(error), headers)
 
 
 def _answer_http_error(_request: Request, error: Exception) -> Response:

@@ -4,13 +4,15 @@ end."""
 
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_urlsafe
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 from click.core import ParameterSource
@@ -26,6 +28,11 @@ from storesvc_client.cli.arguments import (
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
 from storesvc_client.cli.output import print_note
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from storesvc_client._hub.snapshots import View
 
 _DEMO_NEEDS: Final = ("flax", "jax", "optax", "tensorstore")
 
@@ -202,6 +209,24 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Run whose newest commit is a metric; repeatable.",
 )
 @click.option(
+    "--hub-port",
+    type=WholeNumber(0, 65535),
+    help="Serve checkpoints as Hugging Face repositories at this port of --host, too; "
+    "0 takes a free one, which the log has.",
+)
+@click.option(
+    "--hub-map",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Rules of the mapping that makes the files of --hub-port.",
+)
+@click.option(
+    "--hub-select",
+    multiple=True,
+    metavar="GLOB",
+    help="Leaves of --hub-port; may be repeated.",
+)
+@click.option(
     "--otlp-endpoint",
     default="",
     envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
@@ -239,6 +264,9 @@ def serve(
     metrics_port: int | None,
     metrics_host: str,
     metrics_runs: tuple[str, ...],
+    hub_port: int | None,
+    hub_map: Path | None,
+    hub_select: tuple[str, ...],
     otlp_endpoint: str,
     log_format: Literal["text", "json"],
     log_level: str,
@@ -265,6 +293,13 @@ def serve(
         raise click.UsageError("--unix goes with neither --host nor --tls-cert")
     if collect_only:
         _check_collect_only(gc_interval)
+    if hub_port is None and (hub_map or hub_select):
+        raise click.UsageError("--hub-map and --hub-select need --hub-port")
+    if hub_port is not None and (unix or tls_client_ca):
+        raise click.UsageError(
+            "--hub-port goes with neither --unix nor --tls-client-ca: its clients have "
+            "no certificates, and any user may connect; storectl hub has a token"
+        )
     # before gRPC is loaded: it would log each failed handshake of a client
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
@@ -304,6 +339,13 @@ def serve(
         otlp_endpoint=otlp_endpoint,
     )
     try:
+        if hub_port is not None:
+            _check_packages("hub", _HTTP_NEEDS)
+            view = _make_view(str(hub_map) if hub_map else None, hub_select, None)
+            context = tls.make_context() if tls else None
+            listening = _bind(hub_port, host, option="--hub-port")
+            extra = partial(_serve_hub, listening, view, context)
+            what = replace(what, extra_server=extra)
         process.serve(what, insecure=insecure, ready_file=ready_file)
     except StoreError as e:
         raise Refusal(str(e)) from e
@@ -311,9 +353,45 @@ def serve(
         raise Refusal(f"{e.filename}: {e.strerror or e}") from e
 
 
+@contextmanager
+def _serve_hub(
+    listening: socket.socket,
+    view: "View",
+    tls: "SSLContext | None",
+    address: str,
+) -> Iterator[str]:
+    """Serves the hub of the server at an address; yields what the log says."""
+    from storesvc.storage.location import is_this_machine
+    from storesvc_client._http import serve_in_thread
+    from storesvc_client._hub.app import create_app
+    from storesvc_client._hub.callers import ServerCallers
+
+    host, port = listening.getsockname()[:2]
+    with closing(listening), closing(ServerCallers(address, view)) as callers:
+        app = create_app(callers, is_local=is_this_machine(host))
+        with serve_in_thread(app, listening, tls):
+            name = f"[{host}]" if ":" in host else host
+            yield f"hub at {'https' if tls else 'http'}://{name}:{port}"
+
+
+def _make_view(
+    mapping: str | None, select: tuple[str, ...], max_shard: int | None
+) -> "View":
+    """Returns what makes the files of a hub."""
+    from storesvc_client._export.safetensors import MAX_SHARD_BYTES
+    from storesvc_client._hub.snapshots import View
+    from storesvc_client._restore.mapped import load_rules
+
+    return View(
+        rules=load_rules(mapping) if mapping else None,
+        select=select,
+        shard_bytes=max_shard or MAX_SHARD_BYTES,
+    )
+
+
 _FOR_CALLERS: Final = (
     *("host", "port", "unix", "tls_cert", "policy", "anonymous", "audit_log"),
-    *("insecure", "read_only", "ready_file"),
+    *("insecure", "read_only", "ready_file", "hub_port"),
 )
 """Options of a server that accepts calls."""
 
@@ -410,25 +488,20 @@ def hub(
     _check_packages("hub", _HTTP_NEEDS)
     resolved = connection.resolve()
     with resolved.open() as client:
-        from storesvc_client._export.safetensors import MAX_SHARD_BYTES
         from storesvc_client._http import HOST
         from storesvc_client._http import serve as serve_files
         from storesvc_client._hub.app import create_app
-        from storesvc_client._hub.snapshots import View
-        from storesvc_client._restore.mapped import load_rules
+        from storesvc_client._hub.callers import TokenHolders
 
-        view = View(
-            rules=load_rules(mapping) if mapping else None,
-            select=select,
-            shard_bytes=max_shard or MAX_SHARD_BYTES,
-        )
+        view = _make_view(mapping, select, max_shard)
         known = os.environ.get("HF_TOKEN", "").strip()
         token = known or token_urlsafe(32)
         with closing(_bind(port)) as listening:
             line = f"export HF_ENDPOINT=http://{HOST}:{listening.getsockname()[1]}"
             click.echo(line if known else f"{line} HF_TOKEN={token}")
             print_note(f"hub of {resolved.target}; Ctrl-C ends it")
-            serve_files(create_app(client, view, token=token), listening)
+            callers = TokenHolders(client, view, token=token)
+            serve_files(create_app(callers), listening)
 
 
 def _check_packages(what: str, needed: Sequence[str]) -> None:
@@ -440,13 +513,13 @@ def _check_packages(what: str, needed: Sequence[str]) -> None:
         )
 
 
-def _bind(port: int) -> socket.socket:
-    from storesvc_client._http import HOST, bound_socket
+def _bind(port: int, host: str = _LOOPBACK, *, option: str = "--port") -> socket.socket:
+    from storesvc_client._http import bound_socket
 
     try:
-        return bound_socket(port)
+        return bound_socket(port, host)
     except OSError as e:
         raise Refusal(
-            f"{HOST}:{port}: expected a free port, got an error of the system: "
-            f"{os.strerror(e.errno or 0)}; give another --port, or 0"
+            f"{host}:{port}: expected a free port, got an error of the system: "
+            f"{os.strerror(e.errno or 0)}; give another {option}, or 0"
         ) from e

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import storesvc_client as store
 from tests.support.command_line import document, printed, refusal, table
@@ -134,3 +135,33 @@ def test_the_way_back_is_printed_as_a_document_of_rules(
     assert "leaves out 'step'" in refusal(
         address, "map", "invert", rules, "mapped/tiny@20"
     )
+
+
+@pytest.mark.parametrize("values", [(), ("--values",)], ids=["shapes", "values"])
+def test_rules_are_proposed_from_two_checkpoints(
+    address: str, tmp_path: Path, values: tuple[str, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    layers = [rng.normal(size=(4, 6)).astype(np.float32) for _ in range(3)]
+    stored = {"l": {str(n): {"w": each} for n, each in enumerate(layers)}, "step": 20}
+    save_file(
+        {"l.w": np.array([x.T for x in layers], order="C")}, tmp_path / "b.safetensors"
+    )
+    with store.connect(address) as client:
+        client.run(f"mapped/learned{len(values)}").save(20, stored).result()
+    places = (
+        f"mapped/learned{len(values)}@20",
+        f"safetensors:{tmp_path}/b.safetensors@latest",
+    )
+
+    text = printed(address, "map", "learn", *places, *values)
+    rules = tmp_path / "rules.toml"
+    rules.write_text(text)
+    undecided = refusal(address, "map", "check", str(rules), places[0])
+    rules.write_text(text + '[[rules]]\nfrom = "step"\ndrop = true\n')
+    checked = printed(address, "map", "check", str(rules), places[0])
+
+    assert "# 3 of 4 leaves of the source, 1 of 1 leaves of the target" in text
+    assert 'operations = [{transpose = [1, 0]}, {stack = {axis = 0, by = "n"}}]' in text
+    assert "none for step" in undecided
+    assert "1 leaf of 4 leaves, 1 dropped" in checked

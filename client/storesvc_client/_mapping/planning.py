@@ -57,7 +57,7 @@ MAX_TARGET_LEAVES: Final = 1_000_000
 SHOWN: Final = 20
 """Problems that an error describes."""
 
-_ARRAYS: Final = frozenset(
+ARRAYS: Final = frozenset(
     {pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR}
 )
 """Kinds of leaves that operations accept."""
@@ -273,7 +273,7 @@ class _Planner:
             streams[binding] = tuple(self._take(found[binding]) for found in rows)
             for each in streams[binding] if rule.operations else ():
                 assert isinstance(each, Source)
-                if each.kind not in _ARRAYS:
+                if each.kind not in ARRAYS:
                     kind = pb.LeafKind.Name(pb.LeafKind.ValueType(each.kind))
                     self._problems.append(
                         f"{rule}: {describe(self._leaves[each.row].key)}: expected an "

@@ -89,6 +89,24 @@ def load_rules(mapping: MappingRules | Rules) -> Rules:
     return parse_rules(text, name=str(path), is_toml=path.suffix == ".toml")
 
 
+def sample_leaves(
+    reader: TreeReader, wanted: Sequence[tuple[str, Region]]
+) -> list[NDArray[Any]]:
+    """Reads regions of leaves by their keys, in their order."""
+    rows = {leaf.key: row for row, leaf in enumerate(reader.tree.leaves)}
+    regions: dict[int, dict[Region, None]] = defaultdict(dict)
+    for key, region in wanted:
+        regions[rows[key]][region] = None
+    arrays: dict[tuple[int, Region], NDArray[Any]] = {}
+
+    def keep(buffer: Buffer) -> None:
+        for region, array in zip(buffer.regions, buffer.arrays, strict=True):
+            arrays[buffer.row, region] = array
+
+    reader.read_regions([(row, [*each]) for row, each in regions.items()], keep)
+    return [arrays[rows[key], region] for key, region in wanted]
+
+
 class MappedReader(TreeReader):
     """Reads a checkpoint as a mapping shows it."""
 

@@ -1,8 +1,8 @@
-"""``storectl map``: checks rules of a mapping against a checkpoint, and shows the tree
-that they make."""
+"""``storectl map``: checks rules of a mapping against a checkpoint, shows the tree that
+they make, and proposes rules."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +29,7 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.group("map")
 def map_() -> None:
-    """Check, show or invert the rules of a mapping.
+    """Check, show, invert or propose the rules of a mapping.
 
     Rules are a TOML or JSON file. With them a checkpoint is restored as another tree:
     other names, layers stacked or apart, projections joined or divided.
@@ -39,6 +39,7 @@ def map_() -> None:
       storectl map check hf.toml prod/llama-8b@latest
       storectl map show hf.toml prod/llama-8b@500
       storectl map invert hf.toml prod/llama-8b@500 > back.json
+      storectl map learn safetensors:/models/llama@latest prod/llama-8b@500 > hf.toml
     """
 
 
@@ -140,6 +141,52 @@ def check_rules(reader: "MappedReader", *, as_json: bool) -> None:
     before = count_text(source.tree.tree_count, "leaf")
     text = f"{source.name}: {count_text(made, 'leaf')} of {before}, {dropped:,} dropped"
     print_result(document, text, as_json=as_json)
+
+
+@map_.command("learn")
+@path_argument("source", readable_place, metavar="A")
+@path_argument("target", readable_place, metavar="B")
+@click.option(
+    "--values", is_flag=True, help="Read parts of the leaves, and compare them."
+)
+@foreign_options
+@pass_connection
+def learn_rules(
+    connection: Connection,
+    *,
+    source: tuple[StorePart, CheckpointPath],
+    target: tuple[StorePart, CheckpointPath],
+    values: bool,
+    options: ForeignOptions,
+) -> None:
+    """Propose rules that make the tree of B of that of A, as TOML.
+
+    Keys and shapes decide: other names, transposed, divided, joined, stacked. They say
+    nothing of square matrices and of the order of joined parts, and comments say where;
+    with --values equal elements decide, also between names. What has no match is left
+    to you: storectl map check rejects the rules until it is decided.
+
+    \b
+    Examples:
+      storectl map learn safetensors:/models/llama@latest prod/llama-8b@500 > hf.toml
+      storectl map learn prod/llama-8b@500 prod/scanned@10 --values > scan.toml
+    """
+    from storesvc_client._mapping.learning import learn_rules as learn
+    from storesvc_client._restore.mapped import sample_leaves
+    from storesvc_client._restore.open_tree import get_reader
+
+    (store, before), (other, after) = source, target
+    options.check(before, after)
+    with (
+        connection.to_part(store).open_for(
+            before, options.select_options(before)
+        ) as old,
+        connection.to_part(other).open_for(after, options.select_options(after)) as new,
+    ):
+        one = get_reader(old.run(before.run).open(before.which))
+        two = get_reader(new.run(after.run).open(after.which))
+        read = partial(sample_leaves, one), partial(sample_leaves, two)
+        click.echo(learn(one.tree, two.tree, read if values else None), nl=False)
 
 
 @map_.command("invert")

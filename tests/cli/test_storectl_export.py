@@ -86,9 +86,9 @@ def test_a_mapping_makes_the_tree_that_is_exported(
 
 
 def test_what_would_be_lost_is_rejected_by_name(address: str, tmp_path: Path) -> None:
-    line = (address, "export", "prod/exported@7", f"safetensors:{tmp_path}/x")
+    line = (address, "export", "prod/exported@7", f"npz:{tmp_path}/x.npz")
 
-    assert "the items config, raw, which safetensors cannot hold" in refusal(*line)
+    assert "got config, raw, which npz cannot hold" in refusal(*line)
     assert "drop_items=True (--drop-items)" in refusal(*line)
     assert [] == list(tmp_path.iterdir())
 

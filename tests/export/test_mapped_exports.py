@@ -1,5 +1,6 @@
 """Exports of the tree that a mapping makes, read by the packages of each format."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,15 @@ def test_safetensors_has_the_tensors_that_the_rules_make(
 ) -> None:
     target = f"safetensors:{tmp_path}/hf"
 
-    report = opened.export(target, mapping=UNSTACKED, drop_items=True)
+    report = opened.export(target, mapping=UNSTACKED)
 
     found = load_file(tmp_path / "hf" / "model.safetensors")
     wanted = expected(".")
     assert wanted.keys() == found.keys()
     assert all(bits(wanted[name]) == bits(found[name]) for name in wanted)
     assert len(wanted) == report.leaf_count
-    assert ("config",) == report.dropped_items
+    assert ("model.safetensors", "config.json") == report.files
+    assert {"tied": True} == json.loads((tmp_path / "hf" / "config.json").read_text())
 
 
 def test_a_selection_and_a_cast_are_of_the_mapped_leaves(
@@ -121,7 +123,7 @@ def test_items_are_not_left_out_in_silence(
     opened: store.OpenCheckpoint, tmp_path: Path
 ) -> None:
     with pytest.raises(store.PreconditionError, match="drop_items=True"):
-        opened.export(f"safetensors:{tmp_path}/hf", mapping=UNSTACKED)
+        opened.export(f"safetensors:{tmp_path}/hf/a.safetensors", mapping=UNSTACKED)
 
     assert not (tmp_path / "hf").exists()
 

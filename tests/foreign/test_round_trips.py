@@ -222,7 +222,7 @@ def test_every_leaf_is_the_same_when_exported_and_back(
     report = opened.export(url, drop_items=True, **options)
 
     items = set(opened.items) - set(report.dropped_items)
-    if "select" in options:  # which is of leaves only
+    if "select" in options or way == "safetensors":  # whose reader has no items
         items = set()
     expected = {each: bits(tree[each]) for each in held}
     assert len(held) == report.leaf_count

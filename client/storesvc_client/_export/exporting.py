@@ -4,7 +4,7 @@ A target is the name of a format, a colon, and a URL or a local path:
 ``orbax:gs://bucket/ckpts``, ``safetensors:/models/llama``, ``npz:weights.npz``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ class ExportOptions:
     layout: OrbaxLayout | None = None
     item: str | None = None
     max_shard_bytes: int | None = None
+    config: str | Path | None = None
     drop_items: bool = False
     storage_options: Mapping[str, Any] | None = None
 
@@ -147,6 +148,7 @@ def _check_options(place: str, kind: str, options: ExportOptions) -> None:
         ("item", options.item, ("orbax",)),
         ("rename", options.rename, ("safetensors", "npz")),
         ("max_shard_bytes", shard, ("safetensors",)),
+        ("config", options.config, ("safetensors",)),
     ):
         if value is not None and kind not in kinds:
             raise InvalidRequestError(
@@ -168,25 +170,43 @@ def _write(
             item=options.item,
             drop_items=options.drop_items,
         )
-    dropped = _find_dropped(call.source, kind, drop_items=options.drop_items)
+    from storesvc_client._export.model_files import read_folder, read_items
+    from storesvc_client._export.safetensors import (
+        is_file_target,
+        write_npz,
+        write_safetensors,
+    )
+
+    source, has_folder = call.source, kind != "npz" and not is_file_target(call.where)
+    written = {}
+    if has_folder and options.config is None:
+        written = read_items(source, call.meter)
+    files = [*written.values()]
+    if options.config is not None:
+        place = f"export of {source.name}: config="
+        if not has_folder:
+            raise InvalidRequestError(
+                f"{place}: expected a folder as the target, got the file {call.where}"
+            )
+        files = read_folder(options.config, place)
+    dropped = _find_dropped(source, kind, written, drop_items=options.drop_items)
     if kind == "npz":
-        from storesvc_client._export.safetensors import write_npz
-
         return write_npz(call), dropped
-    from storesvc_client._export.safetensors import write_safetensors
+    shard_bytes = options.max_shard_bytes
+    return write_safetensors(call, max_shard_bytes=shard_bytes, files=files), dropped
 
-    return write_safetensors(call, max_shard_bytes=options.max_shard_bytes), dropped
 
-
-def _find_dropped(source: Source, kind: str, *, drop_items: bool) -> Sequence[str]:
+def _find_dropped(
+    source: Source, kind: str, written: Collection[str], *, drop_items: bool
+) -> Sequence[str]:
     """Returns the items that a flat format leaves out; rejects them if they are not to
     be dropped."""
     rows = source.tree.leaves[source.tree.tree_count :] if source.is_whole else ()
-    items = sorted({parse_item_key(row.key).item for row in rows})
+    items = sorted({parse_item_key(row.key).item for row in rows} - {*written})
     if items and not drop_items:
         raise PreconditionError(
-            f"export of {source.name}: expected leaves only, got the items "
-            f"{', '.join(items)}, which {kind} cannot hold; pass drop_items=True "
+            f"export of {source.name}: expected other items, got "
+            f"{', '.join(items)}, which {kind} cannot hold here; pass drop_items=True "
             "(--drop-items) to leave them out"
         )
     return items

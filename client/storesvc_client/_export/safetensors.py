@@ -8,10 +8,11 @@ size.
 The files of safetensors are those that Hugging Face's libraries open. They are written
 in an order in which no reader takes a part for the whole:
 
-1. Shards, one after the other; each appears under its name when it is complete, and is
+1. Files of the model other than weights.
+2. Shards, one after the other; each appears under its name when it is complete, and is
    then entered in ``.storesvc-export.json`` with its size and digest.
-2. The index, if there are several shards.
-3. ``.storesvc-export.json`` is removed.
+3. The index, if there are several shards.
+4. ``.storesvc-export.json`` is removed.
 
 A retry after a failure reads that file: shards of the same export whose size and digest
 are right are kept.
@@ -41,7 +42,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from numpy.lib import format as npy
 from numpy.typing import NDArray
@@ -76,6 +77,9 @@ from storesvc_client.errors import (
     StructureError,
 )
 from storesvc_proto.v1 import tree_pb2 as pb
+
+if TYPE_CHECKING:
+    from storesvc_client._export.model_files import ModelFile
 
 ARRAYS: Final = frozenset(
     {pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR}
@@ -525,14 +529,21 @@ class Shard:
         return len(self.header) + sum(tensor.size_bytes for tensor in self.tensors)
 
 
-def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Written:
+def is_file_target(where: str) -> bool:
+    """Returns whether a target is one file of safetensors, not a folder."""
+    return split_file(where)[1].endswith(SUFFIX)
+
+
+def write_safetensors(
+    call: ExportCall, *, max_shard_bytes: int | None, files: Sequence["ModelFile"]
+) -> Written:
     """Writes the selected leaves to a folder, or to a file if the target ends in
-    ".safetensors"."""
+    ".safetensors"; and other files to the folder."""
     source, meter = call.source, call.meter
     tensors = plan_safetensors(source, cast=call.cast, table=call.table)
-    folder, single = split_file(call.where)
-    if not single.endswith(SUFFIX):
-        folder, single = call.where, ""
+    folder, single = call.where, ""
+    if is_file_target(folder):
+        folder, single = split_file(folder)
     target = call.opened(folder)
     size = sum(tensor.size_bytes for tensor in tensors)
     if single and max_shard_bytes is not None and size > max_shard_bytes:
@@ -550,14 +561,17 @@ def write_safetensors(call: ExportCall, *, max_shard_bytes: int | None) -> Writt
             raise PreconditionError(
                 f"{target.url}/{name} exists; remove it, or choose another target"
             )
+    for file in [file for file in files if not file.is_written(target)]:
+        file.write(target)
     meter.total_bytes = sum(shard.size_bytes for shard in shards)
     if len(shards) == 1:
         _write(source, target, shards[0], meter)
     else:
         _write_all(source, target, shards, meter)
-    files = [shard.name for shard in shards] + ([INDEX] if len(shards) > 1 else [])
+    names = [shard.name for shard in shards] + ([INDEX] if len(shards) > 1 else [])
+    names += [file.name for file in files]
     renamed = sum(tensor.is_renamed for tensor in tensors)
-    return Written(files=tuple(files), size_bytes=size, renamed_count=renamed)
+    return Written(files=tuple(names), size_bytes=size, renamed_count=renamed)
 
 
 def plan_safetensors(

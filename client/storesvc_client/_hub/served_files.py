@@ -18,7 +18,6 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from storesvc.format.checksums import digest
-from storesvc.format.keys import parse_item_key
 from storesvc_client._chunks.memory import cut_batches
 from storesvc_client._export.elements import (
     Piece,
@@ -27,6 +26,7 @@ from storesvc_client._export.elements import (
     read_pieces,
     windows,
 )
+from storesvc_client._export.model_files import find_item_files
 from storesvc_client._export.safetensors import (
     INDEX,
     Tensor,
@@ -35,8 +35,6 @@ from storesvc_client._export.safetensors import (
     plan_safetensors,
 )
 from storesvc_client._telemetry.progress import Meter
-from storesvc_client._values.messages import UNKNOWN
-from storesvc_client._values.models import KINDS
 
 WINDOW_BYTES: Final = 32 << 20
 """Maximum bytes that are read together, unless one row of chunks has more."""
@@ -45,9 +43,6 @@ MOST_BYTES: Final = 96 << 20
 """Maximum bytes of a window of a tensor whose rows of chunks are larger than
 ``WINDOW_BYTES``, as of an array that was sharded over its columns: smaller windows
 would read each chunk several times."""
-
-_FILES: Final = frozenset({"json", "text", "bytes"})
-"""Kinds of items that are files."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -92,7 +87,7 @@ def make_files(
     if len(shards) > 1:
         index = index_bytes({shard.name: shard.tensors for shard in shards})
         found.append((INDEX, index, ()))
-    found += [(name, b"", (item,)) for name, item in _find_items(source)]
+    found += [(name, b"", (item,)) for name, item in find_item_files(source)]
     return {
         name: ServedFile(
             name=name,
@@ -102,34 +97,6 @@ def make_files(
         )
         for name, header, tensors in sorted(found, key=lambda each: each[0])
     }
-
-
-def _find_items(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """Yields the items that are files. Their names have neither dots nor slashes, so
-    that no name is a path or that of a file of tensors."""
-    tree = source.tree
-    for row in range(tree.tree_count, len(tree.leaves)):
-        leaf = tree.leaves[row]
-        item, kind = parse_item_key(leaf.key), KINDS.get(leaf.kind, UNKNOWN)
-        if item.process is not None or kind not in _FILES:
-            continue
-        name = item.item
-        file = name
-        if kind == "json" or name == "config":
-            # names of items have no underscores, but files of Hugging Face do
-            file = f"{name.replace('-', '_')}.json"
-        yield (
-            file,
-            Tensor(
-                row=row,
-                name=name,
-                dtype="uint8",
-                shape=leaf.shape,
-                chunk_shape=leaf.chunk_shape,
-                axes=None,
-                is_renamed=False,
-            ),
-        )
 
 
 class _Cut(NamedTuple):

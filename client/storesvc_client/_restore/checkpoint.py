@@ -417,6 +417,7 @@ class OpenCheckpoint(OpenTree):
         layout: "OrbaxLayout | None" = None,
         item: str | None = None,
         max_shard_bytes: int | None = None,
+        config: str | Path | None = None,
         drop_items: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         progress: ProgressCallback | None = None,
@@ -445,6 +446,9 @@ class OpenCheckpoint(OpenTree):
             layout: "v0" or "v1", for Orbax; None: "v0".
             item: Name of the item of the tree, for Orbax.
             max_shard_bytes: Maximum bytes of a safetensors file; None: 5 GB.
+            config: Directory whose config, tokenizer and settings of generation are
+                copied next to the safetensors; None writes items of JSON, texts and
+                bytes there, as ``storectl hub`` names them.
             drop_items: Whether to leave out items that the format cannot hold.
             storage_options: Options of ``fsspec`` for the target.
             progress: Called with the progress.
@@ -471,6 +475,7 @@ class OpenCheckpoint(OpenTree):
             layout=layout,
             item=item,
             max_shard_bytes=max_shard_bytes,
+            config=config,
             drop_items=drop_items,
             storage_options=storage_options,
         )

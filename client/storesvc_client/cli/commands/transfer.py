@@ -192,6 +192,12 @@ def _copy_checkpoints(
 )
 @max_shard_option
 @click.option(
+    "--config",
+    type=click.Path(exists=True, file_okay=False),
+    metavar="DIR",
+    help="Copy config, tokenizer and settings of generation of DIR, instead of items.",
+)
+@click.option(
     "--drop-items", is_flag=True, help="Leave out items that the format cannot hold."
 )
 @json_option
@@ -208,6 +214,7 @@ def export(
     layout: Literal["v0", "v1"] | None,
     item: str | None,
     max_shard: int | None,
+    config: str | None,
     drop_items: bool,
     as_json: bool,
 ) -> None:
@@ -237,6 +244,7 @@ def export(
             layout=layout,
             item=item,
             max_shard_bytes=max_shard,
+            config=config,
             drop_items=drop_items,
             progress=progress_bar(),
         )

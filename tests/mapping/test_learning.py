@@ -14,7 +14,14 @@ import storesvc_client as store
 from storesvc.format.grids import part, whole
 from storesvc_client._mapping.learning import Read, learn_rules
 from storesvc_client._mapping.rules import parse_rules
-from tests.mapping.drawn import Array, Arrays, build_all, describe_tree, plan
+from tests.mapping.drawn import (
+    Array,
+    Arrays,
+    DrawnMapping,
+    build_all,
+    describe_tree,
+    plan,
+)
 from tests.support.examples import examples
 
 randoms = st.integers(0, 2**32).map(Random)
@@ -98,6 +105,28 @@ def test_rules_that_were_drawn_are_learned_from_values(random: Random) -> None:
     check_same(target, apply(text, arrays))
     assert "give --values" not in text
     assert text.startswith(f"# {len(arrays)} of {len(arrays)} leaves of the source, ")
+
+
+LEARNED = {"transpose", "stack", "unstack", "concatenate", "split"}
+
+
+@given(randoms)
+@settings(max_examples=examples(150))
+def test_rules_that_are_complete_make_the_target_and_others_say_so(
+    random: Random,
+) -> None:
+    drawn = DrawnMapping(random)  # slices, repeats and others cannot be learned
+    target = {f"{key[:-1]}p{key[-1]}": each for key, each in drawn.wanted.items()}
+
+    text = learn(drawn.arrays, target, values=True)
+
+    if "decide" not in text and "drop?" not in text:
+        check_same(target, apply(text, drawn.arrays))
+        return
+    with pytest.raises((store.InvalidRequestError, store.MismatchError)):
+        apply(text, drawn.arrays)
+    used = [{*operation} for x in drawn.rules for operation in x["operations"]]
+    assert len(used) > 1 or not set[str]().union(*used) <= LEARNED
 
 
 HF = {
@@ -228,6 +257,17 @@ def test_experts_in_layers_are_stacked_twice() -> None:
             check_same(other, apply(learn(one, other, values=values), one))
 
 
+def test_a_number_that_all_keys_have_is_part_of_their_name() -> None:
+    keys = [f"opt/0/mu/l/{n}/w" for n in range(3)]
+    source = draw_arrays(dict.fromkeys(keys, (4, 6)))
+    target = {f"opt/1/0/mu/h_{n}/w": source[key].T for n, key in enumerate(keys)}
+
+    text = learn(source, target)
+
+    check_same(target, apply(text, source))
+    assert 'from = "opt/0/mu/l/{n:int}/w"\nto = "opt/1/0/mu/h_{n}/w"' in text
+
+
 def test_equal_values_decide_and_names_do_not() -> None:
     source = draw_arrays({"a/w": (4, 4), "b/w": (4, 4)})
     target = {"a/x": source["b/w"].T, "b/x": source["a/w"]}
@@ -246,4 +286,6 @@ def test_many_leaves_take_little_time() -> None:
     assert "# 3,600 of 4,100 leaves of the source, 3,600 of 3,600" in text
     started = time.monotonic()
     learn(singles, {f"y{key}": x for key, x in singles.items()})
+    many = {f"m{n % 200}/{n // 200}a": np.zeros(n + 2, np.uint8) for n in range(1_600)}
+    learn(many, {f"y/{key}": np.zeros(len(x) + 1, np.uint8) for key, x in many.items()})
     assert time.monotonic() - started < 20

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice, permutations, product
+from itertools import chain, combinations, islice, permutations, product
 from typing import Any, Final, TypeAlias
 
 from storesvc.format.dtypes import is_floating
@@ -27,6 +27,7 @@ from storesvc_client._mapping.expressions import Array, Shape
 from storesvc_client._mapping.planning import ARRAYS, plan_mapping
 from storesvc_client._mapping.rules import MAX_LISTED, VERSION, check_rules
 from storesvc_client._mapping.templates import INTEGER, Placeholder, Template
+from storesvc_client.errors import MismatchError
 
 SAMPLE_ELEMENTS: Final = 1 << 18
 """Maximum elements of a leaf that are compared."""
@@ -129,9 +130,7 @@ def learn_rules(source: Tree, target: Tree, read: tuple[Read, Read] | None) -> s
             both = {*match.sources, *match.targets}
             if both.isdisjoint(taken) and (read or match.score):
                 rules = _propose(match)
-                match.rules.extend(
-                    x for x in rules if not read or _agree(x, match, read)
-                )
+                match.rules.extend(rule for rule in rules if _fits(rule, match, read))
             if match.rules:
                 matches.append(match)
                 taken |= both
@@ -141,7 +140,7 @@ def learn_rules(source: Tree, target: Tree, read: tuple[Read, Read] | None) -> s
         tied = _Match(match.sources, (each,))
         for rule in _propose(tied) if each in right else ():
             wanted = match.rules[0].get("operations") == rule.get("operations")
-            if read and wanted and _agree(rule, tied, read):
+            if wanted and _fits(rule, tied, read):
                 match.rules[0]["to"] += rule["to"]
                 right.remove(each)
                 break
@@ -150,19 +149,26 @@ def learn_rules(source: Tree, target: Tree, read: tuple[Read, Read] | None) -> s
 
 
 def _find_families(tree: Tree) -> list[_Family]:
-    found = defaultdict[tuple[str, ...], dict[tuple[int, ...], Leaf]](dict)
+    found = defaultdict[tuple[str, ...], list[tuple[list[int], Leaf]]](list)
     for leaf in tree.leaves[: tree.tree_count]:
         pieces = _NUMBER.split(leaf.key)
-        found[tuple(pieces[::2])][tuple(map(int, pieces[1::2]))] = leaf
+        found[tuple(pieces[::2])].append(([*map(int, pieces[1::2])], leaf))
     families = list[_Family]()
-    for texts, members in found.items():
-        axes = tuple(tuple(sorted({*each})) for each in zip(*members, strict=True))
-        kinds = {(x.shape, x.dtype, x.kind in ARRAYS) for x in members.values()}
+    for split, members in found.items():
+        texts, axes = [split[0]], list[tuple[int, ...]]()
+        numbers = zip(*(numbers for numbers, _ in members), strict=True)
+        for text, values in zip(split[1:], numbers, strict=True):
+            if len({*values}) > 1:
+                axes.append(tuple(sorted({*values})))
+                texts.append(text)
+            else:  # it is part of the name
+                texts[-1] += f"{values[0]}{text}"
+        kinds = {(x.shape, x.dtype, x.kind in ARRAYS) for _, x in members}
         if len(kinds) == 1 and math.prod(map(len, axes)) == len(members):
-            leaves = tuple(members[numbers] for numbers in sorted(members))
-            families.append(_Family(texts, axes, leaves))
+            leaves = (leaf for _, leaf in sorted(members, key=lambda each: each[0]))
+            families.append(_Family((*texts,), (*axes,), (*leaves,)))
         else:
-            families += (_Family((x.key,), (), (x,)) for x in members.values())
+            families += (_Family((x.key,), (), (x,)) for _, x in members)
     return families
 
 
@@ -176,29 +182,41 @@ def _pair(left: Sequence[_Family], right: Sequence[_Family]) -> Iterator[_Match]
 
 def _join(left: Sequence[_Family], right: Sequence[_Family]) -> Iterator[_Match]:
     """Yields families that are as large as one of the other side together."""
+    sums = _find_sums(left), _find_sums(right)
     for one in right:
-        yield from (_Match(parts, (one,)) for parts in _find_parts(left, one))
+        yield from (_Match(each, (one,)) for each in _order(sums[0][one.size], one))
     for one in left:
-        yield from (_Match((one,), parts) for parts in _find_parts(right, one))
+        yield from (_Match((one,), each) for each in _order(sums[1][one.size], one))
 
 
-def _find_parts(
-    families: Sequence[_Family], one: _Family
-) -> Iterator[tuple[_Family, ...]]:
-    groups = defaultdict[Any, dict[str, _Family]](dict)
+def _find_sums(
+    families: Sequence[_Family],
+) -> dict[int, list[tuple[tuple[str, _Family], ...]]]:
+    """Returns families that differ in one part of their keys, with that part, by the
+    number of their elements together."""
+    groups = defaultdict[Any, list[tuple[str, _Family]]](list)
     for each in families:
         parts = re.split("[/.]", each.name("x" for _ in each.axes))
         for at, part in enumerate(parts):
             key = (*parts[:at], "", *parts[at + 1 :]), each.axes, each.leaves[0].dtype
-            groups[key][part] = each
-    text = "/".join(one.texts)
+            groups[key].append((part, each))
+    found = defaultdict[int, list[tuple[tuple[str, _Family], ...]]](list)
     for group in groups.values():
-        # q, k and v in their order in qkv, gate and up in that in gate_up
-        ordered = sorted(group, key=lambda part: text.rfind(re.split("_", part)[0]))
         for count in range(2, MAX_JOINED + 1) if len(group) <= MAX_ALIKE else ():
-            for chosen in permutations([group[part] for part in ordered], count):
-                if sum(each.size for each in chosen) == one.size:
-                    yield chosen
+            for chosen in combinations(group, count):
+                found[sum(each.size for _, each in chosen)].append(chosen)
+    return found
+
+
+def _order(
+    sums: Iterable[tuple[tuple[str, _Family], ...]], one: _Family
+) -> Iterator[tuple[_Family, ...]]:
+    """Yields families in each order, first that in the name of another one: q, k and v
+    of qkv, gate and up of gate_up."""
+    text = "/".join(one.texts)
+    for chosen in sums:
+        ordered = sorted(chosen, key=lambda pair: text.rfind(pair[0].split("_")[0]))
+        yield from permutations(each for _, each in ordered)
 
 
 def _propose(match: _Match) -> Iterator[Rule]:
@@ -299,20 +317,25 @@ def _is_finer(fine: Shape, coarse: Shape) -> bool:
     return next(ends) <= next(ends) and math.prod(fine) == math.prod(coarse)
 
 
-def _agree(rule: Rule, match: _Match, read: tuple[Read, Read]) -> bool:
-    """Returns whether a rule makes elements of the target."""
+def _fits(rule: Rule, match: _Match, read: tuple[Read, Read] | None) -> bool:
+    """Returns whether a rule makes the leaves of the target, and their elements."""
     leaves = chain.from_iterable(each.leaves for each in match.sources)
     tree = Tree(tuple(sorted(leaves, key=lambda leaf: leaf.key)))
-    document = {"version": VERSION, "rules": [rule]}
-    made = plan_mapping(check_rules(document, name="draft"), tree, name="source").leaves
-    for each in (*made[:: len(made) // 4 + 1], made[-1]):
+    document = check_rules({"version": VERSION, "rules": [rule]}, name="draft")
+    try:
+        made = plan_mapping(document, tree, name="source").leaves
+    except MismatchError:
+        return False
+    wanted = {(x.key, x.shape, x.dtype) for each in match.targets for x in each.leaves}
+    if wanted != {(x.leaf.key, x.leaf.shape, x.leaf.dtype) for x in made}:
+        return False
+    for each in (*made[:: len(made) // 4 + 1], made[-1]) if read else ():
         side = int(SAMPLE_ELEMENTS ** (1 / max(1, len(each.leaf.shape))))
         region = tuple((0, min(n, side)) for n in each.leaf.shape)
-        if 0 in each.leaf.shape:
+        if read is None or (0, 0) in region:
             continue
-        needed = [
-            (tree.leaves[x.row].key, at) for x, at in each.expression.requests(region)
-        ]
+        requests = each.expression.requests(region)
+        needed = [(tree.leaves[source.row].key, part) for source, part in requests]
         found = each.expression.build(region, iter(read[0](needed)))
         if found.tobytes() != read[1]([(each.leaf.key, region)])[0].tobytes():
             return False

@@ -28,6 +28,10 @@ class Panel(NamedTuple):
     is_number: bool = False
 
 
+def _number(title: str, unit: str, expression: str, description: str) -> Panel:
+    return Panel(title, unit, {"": expression}, description, width=4, is_number=True)
+
+
 def rate(metric: str, *, by: str = "", **labels: str) -> str:
     """Returns the rate of a counter per second."""
     chosen = "".join(f',{name}=~"{value}"' for name, value in labels.items())
@@ -58,48 +62,36 @@ ROWS: Final = {
             width=4,
             is_number=True,
         ),
-        Panel(
+        _number(
             "Checkpoints",
             "none",
-            {"": newest("storesvc_checkpoints")},
+            newest("storesvc_checkpoints"),
             "Committed checkpoints at the last collection.",
-            width=4,
-            is_number=True,
         ),
-        Panel(
+        _number(
             "Stored",
             "bytes",
-            {"": newest("storesvc_stored_bytes")},
+            newest("storesvc_stored_bytes"),
             "Bytes that they occupy.",
-            width=4,
-            is_number=True,
         ),
-        Panel(
+        _number(
             "Open uploads",
             "none",
-            {"": newest("storesvc_uploads_open")},
+            newest("storesvc_uploads_open"),
             "Uploads that were open at the last collection.",
-            width=4,
-            is_number=True,
         ),
-        Panel(
+        _number(
             "Since the last collection",
             "s",
-            {"": f"time() - {newest('storesvc_gc_last_success_timestamp_seconds')}"},
+            f"time() - {newest('storesvc_gc_last_success_timestamp_seconds')}",
             "Time since a complete pass of the garbage collection.",
-            width=4,
-            is_number=True,
         ),
-        Panel(
+        _number(
             "Certificate expires in",
             "s",
-            {
-                "": "min (storesvc_tls_certificate_expiry_timestamp_seconds"
-                f"{{{_SERVERS}}}) - time()"
-            },
+            "min (storesvc_tls_certificate_expiry_timestamp_seconds"
+            f"{{{_SERVERS}}}) - time()",
             "The first TLS certificate to expire.",
-            width=4,
-            is_number=True,
         ),
     ],
     "Saves and restores": [

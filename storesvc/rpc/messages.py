@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Final, assert_never
+from typing import Any, Final, TypeVar, assert_never
+
+from google.protobuf.message import Message
 
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import RunSummary
@@ -18,6 +20,8 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoint_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
+M = TypeVar("M", bound=Message)
+
 _EVENT_KINDS: Final = {
     pb.Announcement.KIND_COMMIT: checkpoint_api.CheckpointEvent.KIND_COMMITTED,
     pb.Announcement.KIND_DELETE: checkpoint_api.CheckpointEvent.KIND_DELETED,
@@ -28,21 +32,21 @@ _EVENT_KINDS: Final = {
 }
 
 
+def _show_record(kind: type[M], record: Message, **given: Any) -> M:
+    """Returns a message with the fields of a record that it has, too, and others."""
+    known = kind.DESCRIPTOR.fields_by_name
+    shared = {f.name: value for f, value in record.ListFields() if f.name in known}
+    return kind(**{**shared, **given})
+
+
 def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Upload:
     base = CheckpointName(name.run, record.base_step).resource if record.base else ""
-    return upload_api.Upload(
+    return _show_record(
+        upload_api.Upload,
+        record,
         name=name.resource,
-        step=record.step,
-        writer_count=record.writer_count,
-        labels=record.labels,
-        metrics=record.metrics,
-        lease_duration=record.lease_duration,
-        epoch=record.epoch,
-        create_time=record.create_time,
         base=base,
         resumes=bool(record.predecessor),
-        owner=record.owner,
-        principal=record.principal,
         state=upload_api.Upload.STATE_LIVE,
     )
 
@@ -70,32 +74,14 @@ def fate_message(fate: UploadStatus) -> upload_api.Upload:
 def checkpoint_message(
     run: RunName, record: pb.CheckpointRecord
 ) -> checkpoint_api.Checkpoint:
-    message = checkpoint_api.Checkpoint(
+    return _show_record(
+        checkpoint_api.Checkpoint,
+        record,
         name=CheckpointName(run, record.step).resource,
         uid=record.upload,
-        step=record.step,
-        create_time=record.create_time,
-        commit_time=record.commit_time,
-        labels=record.labels,
-        metrics=record.metrics,
-        size_bytes=record.size_bytes,
-        stored_bytes=record.stored_bytes,
-        leaf_count=record.leaf_count,
-        item_count=record.item_count,
-        chunk_count=record.chunk_count,
-        manifest_bytes=record.manifest_bytes,
-        manifest_digest=record.manifest_digest,
-        own_bytes=record.own_bytes,
-        pinned=record.pinned,
         etag=record_etag(record),
         key_space="-".join(filter(None, (record.upload, record.attempt))),
-        principal=record.principal,
-        change_principal=record.change_principal,
     )
-    if record.HasField("purge_time"):
-        message.delete_time.CopyFrom(record.delete_time)
-        message.purge_time.CopyFrom(record.purge_time)
-    return message
 
 
 def watch_message(notice: WatchEvent) -> checkpoint_api.WatchCheckpointsResponse:
@@ -118,22 +104,13 @@ def watch_message(notice: WatchEvent) -> checkpoint_api.WatchCheckpointsResponse
 
 
 def run_message(summary: RunSummary) -> checkpoint_api.Run:
-    record = summary.record
-    message = checkpoint_api.Run(
+    return _show_record(
+        checkpoint_api.Run,
+        summary.record,
         name=summary.name.resource,
-        uid=record.uid,
-        create_time=record.create_time,
-        labels=record.labels,
-        etag=run_etag(record),
-        change_principal=record.change_principal,
+        etag=run_etag(summary.record),
+        latest_step=None if summary.latest is None else summary.latest.step,
     )
-    if summary.latest is not None:
-        message.latest_step = summary.latest.step
-    if record.HasField("retention"):
-        message.retention.CopyFrom(record.retention)
-    if record.HasField("purge_delay"):
-        message.purge_delay.CopyFrom(record.purge_delay)
-    return message
 
 
 def retention_response(
@@ -155,26 +132,22 @@ def retention_response(
 
 
 def tag_message(name: TagName, record: pb.TagRecord) -> checkpoint_api.Tag:
-    return checkpoint_api.Tag(
+    return _show_record(
+        checkpoint_api.Tag,
+        record,
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,
         uid=record.upload,
-        protected=record.protected,
-        create_time=record.create_time,
-        update_time=record.update_time,
         etag=record_etag(record),
-        principal=record.principal,
     )
 
 
 def hold_message(name: HoldName, record: pb.HoldRecord) -> checkpoint_api.Hold:
-    return checkpoint_api.Hold(
+    return _show_record(
+        checkpoint_api.Hold,
+        record,
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,
         uid=record.upload,
-        owner=record.owner,
-        ttl=record.ttl,
-        create_time=record.create_time,
         expire_time=timestamp(expire_time(record)),
-        principal=record.principal,
     )

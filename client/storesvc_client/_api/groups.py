@@ -146,7 +146,17 @@ def collect(
                 return
 
 
-class Holds:
+class _Group:
+    """Something that a run has, such as its tags."""
+
+    def __init__(self, stub: RunStub) -> None:
+        self._stub = stub
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._stub.name}>"
+
+
+class Holds(_Group):
     """The holds of a run; ``run.holds``.
 
     Restores and reads hold their checkpoint by themselves. Create a hold for a
@@ -157,11 +167,8 @@ class Holds:
     """
 
     def __init__(self, session: Session, stub: RunStub) -> None:
+        super().__init__(stub)
         self._session = session
-        self._stub = stub
-
-    def __repr__(self) -> str:
-        return f"<Holds of {self._stub.name}>"
 
     def create(
         self,
@@ -389,19 +396,13 @@ APPLY_SECONDS: Final = 3600.0
 """Timeout of a call that applies a policy; it may delete thousands of checkpoints."""
 
 
-class Retention:
+class Retention(_Group):
     """The retention policy of a run; ``run.retention``.
 
     >>> policy = KeepLatest(3) | KeepEvery(steps=10_000)
     >>> deleted = [d.step for d in run.retention.preview(policy) if not d.kept]
     >>> run.retention.set(policy, purge_delay=3 * 86_400)
     """
-
-    def __init__(self, stub: RunStub) -> None:
-        self._stub = stub
-
-    def __repr__(self) -> str:
-        return f"<Retention of {self._stub.name}>"
 
     def get(self) -> RetentionPolicy | None:
         """Returns the policy of the run; None if all checkpoints stay.
@@ -494,7 +495,7 @@ class Retention:
                 yield from map(partial(read_message, RetentionDecision), page.decisions)
 
 
-class Tags:
+class Tags(_Group):
     """The tags of a run; ``run.tags``.
 
     A checkpoint with a tag is neither deleted nor dropped by a retention policy. A tag
@@ -504,12 +505,6 @@ class Tags:
     100
     >>> state = run.restore("best", like=state)
     """
-
-    def __init__(self, stub: RunStub) -> None:
-        self._stub = stub
-
-    def __repr__(self) -> str:
-        return f"<Tags of {self._stub.name}>"
 
     def set(
         self,
@@ -580,7 +575,7 @@ class Tags:
         yield from map(Tag.from_message, found)
 
 
-class Uploads:
+class Uploads(_Group):
     """The uploads of a run; ``run.uploads``.
 
     >>> [upload.step for upload in run.uploads.list()]
@@ -588,11 +583,8 @@ class Uploads:
     """
 
     def __init__(self, stub: RunStub) -> None:
-        self._stub = stub
+        super().__init__(stub)
         self._service = stub.connection.uploads
-
-    def __repr__(self) -> str:
-        return f"<Uploads of {self._stub.name}>"
 
     def list(self, *, on_damage: OnDamage = None) -> Iterator[UploadInfo]:
         """Yields the live uploads, by id; none if the run does not exist.

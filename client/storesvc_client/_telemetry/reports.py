@@ -18,7 +18,7 @@ Example:
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType, NoneType
 from typing import (
@@ -85,15 +85,7 @@ class WriterReport:
             seconds=self.seconds,
             total_bytes=self.total_bytes,
             sent_bytes=self.sent_bytes,
-            phases=(
-                pb.PhaseSpan(
-                    name=span.name,
-                    start_seconds=span.start_seconds,
-                    end_seconds=span.end_seconds,
-                    busy_seconds=span.busy_seconds,
-                )
-                for span in self.timeline
-            ),
+            phases=(pb.PhaseSpan(**asdict(span)) for span in self.timeline),
         )
         message.start_time.FromDatetime(self.start_time)
         return message

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import wraps
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
@@ -32,6 +33,10 @@ from storesvc_client.cli.paths import (
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Value = TypeVar("_Value")
+
+
+existing_file: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+"""A file that is there; errors name it."""
 
 
 def convert(parse: Callable[[str], _Value], text: str) -> _Value:

@@ -6,13 +6,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from storesvc_client.cli.arguments import store_target
+from storesvc_client.cli.arguments import existing_file, store_target
 from storesvc_client.cli.completion import complete_context
 from storesvc_client.cli.connection import DEFAULT_TARGET, VERBOSE, Connection
 from storesvc_client.cli.errors import (
@@ -26,7 +25,17 @@ from storesvc_client.cli.errors import (
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+def _file_option(name: str, text: str) -> dict[str, Any]:
+    """Returns the settings of an option for a file, with its environment variable."""
+    return {
+        "type": existing_file,
+        "metavar": "FILE",
+        "envvar": f"STORECTL_{name}",
+        "show_envvar": True,
+        "help": text,
+    }
+
 
 _OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
     ("--store", "-s"): {
@@ -45,34 +54,16 @@ _OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
         "help": "Store and options that storectl config set NAME has kept, in place of "
         "the current context.",
     },
-    ("--ca",): {
-        "type": _FILE,
-        "metavar": "FILE",
-        "envvar": "STORECTL_CA",
-        "show_envvar": True,
-        "help": "Certificates (PEM) to trust, in place of the system's.",
-    },
-    ("--cert",): {
-        "type": _FILE,
-        "metavar": "FILE",
-        "envvar": "STORECTL_CERT",
-        "show_envvar": True,
-        "help": "Client certificate (PEM), for a server that requires one.",
-    },
-    ("--key",): {
-        "type": _FILE,
-        "metavar": "FILE",
-        "envvar": "STORECTL_KEY",
-        "show_envvar": True,
-        "help": "Its private key (PEM).",
-    },
-    ("--token-file",): {
-        "type": _FILE,
-        "metavar": "FILE",
-        "envvar": "STORECTL_TOKEN_FILE",
-        "show_envvar": True,
-        "help": "File with a bearer token, in place of the one of storectl login.",
-    },
+    ("--ca",): _file_option(
+        "CA", "Certificates (PEM) to trust, in place of the system's."
+    ),
+    ("--cert",): _file_option(
+        "CERT", "Client certificate (PEM), for a server that requires one."
+    ),
+    ("--key",): _file_option("KEY", "Its private key (PEM)."),
+    ("--token-file",): _file_option(
+        "TOKEN_FILE", "File with a bearer token, in place of the one of storectl login."
+    ),
     ("--insecure",): {
         "is_flag": True,
         "help": "Use plaintext to a server on another machine.",

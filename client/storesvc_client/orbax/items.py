@@ -27,7 +27,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, get_args
@@ -154,11 +154,7 @@ class Part:
     """Class of version 1 that wrote the files; None: a handler of version 0."""
 
     def value(self) -> dict[str, Any]:
-        row: dict[str, Any] = {"kind": self.kind, "place": self.place}
-        for name in ("custom_metadata", "handler"):
-            if getattr(self, name) is not None:
-                row[name] = getattr(self, name)
-        return row
+        return {name: each for name, each in asdict(self).items() if each is not None}
 
     @classmethod
     def parse(cls, row: Any) -> "Part":

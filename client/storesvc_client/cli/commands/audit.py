@@ -18,6 +18,7 @@ from storesvc_client._views.tables import Column, Shrink, Table
 from storesvc_client._views.texts import ABSENT, count_text, printable, time_text
 from storesvc_client.cli.arguments import (
     WholeNumber,
+    existing_file,
     json_option,
     parent_path,
     past_time,
@@ -164,7 +165,7 @@ def list_entries(
     "files",
     nargs=-1,
     required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=existing_file,
     metavar="FILE...",
 )
 @click.option(

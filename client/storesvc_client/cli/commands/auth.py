@@ -195,14 +195,17 @@ def auth() -> None:
     """
 
 
-@auth.command("can-i")
-@click.argument("permission", metavar="VERB")
-@click.argument(
+_parent_argument = click.argument(
     "parent",
     metavar="[RUN|NAMESPACE]",
     required=False,
     shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
 )
+
+
+@auth.command("can-i")
+@click.argument("permission", metavar="VERB")
+@_parent_argument
 @json_option
 @pass_connection
 def can_i(
@@ -227,12 +230,7 @@ def can_i(
 
 
 @auth.command("list")
-@click.argument(
-    "parent",
-    metavar="[RUN|NAMESPACE]",
-    required=False,
-    shell_complete=complete_path(Part.NAMESPACE, Part.RUN),
-)
+@_parent_argument
 @json_option
 @pass_connection
 def list_permissions(

@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from storesvc_client.cli.arguments import (
     WholeNumber,
     duration,
+    existing_file,
     mapping_option,
     max_shard_option,
     store_root,
@@ -120,26 +121,20 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Serve at this Unix socket, for this user alone, instead of a port.",
 )
 @click.option(
-    "--tls-cert",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Certificate chain (PEM).",
+    "--tls-cert", type=existing_file, metavar="FILE", help="Certificate chain (PEM)."
 )
 @click.option(
-    "--tls-key",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Private key (PEM).",
+    "--tls-key", type=existing_file, metavar="FILE", help="Private key (PEM)."
 )
 @click.option(
     "--tls-client-ca",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=existing_file,
     metavar="FILE",
     help="Serve only clients with a certificate of these authorities (PEM).",
 )
 @click.option(
     "--policy",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=existing_file,
     metavar="FILE",
     help="Who may do what (TOML); read again when it changes.",
 )

@@ -162,6 +162,26 @@ def test_devices_get_the_same_bits_and_read_their_part(run: store.Run, spec: P) 
     assert mapping.report.read_bytes <= 1.2 * run.open(5).info.stored_bytes
 
 
+def test_one_rule_merges_all_layers_of_a_state_dict_of_peft() -> None:
+    arrays, wanted = dict[str, Array](), dict[str, Array]()
+    names = {"base": "base_layer", "a": "lora_A/default", "b": "lora_B/default"}
+    for seed, layer in enumerate(("layers/0/q_proj", "layers/1/up_proj")):
+        drawn, wanted[f"m/{layer}/weight"] = draw_adapter(Random(seed))
+        arrays |= {f"m/{layer}/{names[x]}/weight": each for x, each in drawn.items()}
+    arrays["m/norm/weight"] = wanted["m/norm/weight"] = np.ones(3, np.float32)
+    rule = {
+        "from": [f"{{rest*}}/{name}/weight" for name in names.values()],
+        "to": "{rest}/weight",
+        "operations": [{"lora_merge": {"scale": 0.5}}],
+    }
+
+    found = build_all(plan([rule], arrays, otherwise="keep"), arrays)
+
+    assert wanted.keys() == found.keys()
+    for key, array in wanted.items():
+        np.testing.assert_allclose(array, found[key], rtol=1e-4, atol=1e-4)
+
+
 def test_a_magnitude_of_dora_has_no_rule() -> None:
     arrays, _ = draw_adapter(Random(3))
     keys = {"base": "q/w", "a": "q/lora_A/w", "b": "q/lora_B/w"}

@@ -143,13 +143,15 @@ def _multiply(b: Array, a: Array) -> Array:
     """Returns b @ a. A BLAS would sum in an order that depends on the shapes."""
     found = np.zeros((*b.shape[:-1], a.shape[-1]), np.float32)
     count = max(1, BLOCK_ELEMENTS // a.shape[-1])
+    # products are exact: of float32 in float64, of smaller dtypes in float32
+    exact = np.float64 if a.dtype == np.float32 else np.float32
     for index in np.ndindex(b.shape[:-2]):
-        left, right = b[index].astype(np.float64), a[index].astype(np.float64)
+        left, right = b[index].astype(exact), a[index].astype(exact)
         for start in range(0, len(left), count):
             rows, total = (each[start : start + count] for each in (left, found[index]))
-            added = np.empty(total.shape, np.float64)
+            added = np.empty(total.shape, exact)
             for k in range(len(right)):
-                np.multiply(rows[:, k : k + 1], right[k : k + 1], out=added)  # is exact
+                np.multiply(rows[:, k : k + 1], right[k : k + 1], out=added)
                 added += total
                 total[...] = added
     return found

@@ -185,9 +185,21 @@ class DrawnMapping:
                 n: [each.take(n, 0) for each in first] for n in range(shape[0])
             }
         if kind == "list" and len(first) > 1 and shape and alike:
+            if random.random() < 0.5:
+                in_turn = {
+                    n: [np.stack(each, 1).reshape(-1, *shape[1:])]
+                    for n, each in streams.items()
+                }
+                return {"interleave": {"axis": 0}}, in_turn
             joined = {n: [np.concatenate(each, 0)] for n, each in streams.items()}
             return {"concatenate": {"axis": 0}}, joined
         if kind == "list" and len(first) == 1 and shape and shape[-1] > 1:
+            parts = random.randint(2, 4)
+            if shape[-1] % parts == 0 and random.random() < 0.5:
+                return {"deinterleave": {"axis": -1, "parts": parts}}, {
+                    n: [each[0][..., part::parts] for part in range(parts)]
+                    for n, each in streams.items()
+                }
             cut = random.randrange(1, shape[-1])
             given = {"axis": -1, "sizes": [cut, shape[-1] - cut]}
             return {"split": given}, {

@@ -58,7 +58,10 @@ OPERATION = {"from": "a", "to": "b"}
         ({"version": 1, "rules": {}}, "rules: expected a list of at most 100000"),
         (document(otherwise="guess"), "one of error, keep, drop, got 'guess'"),
         (document(3), "rule 1: expected a table, got 3"),
-        (document({"to": "a"}), "rule 1: expected from, or default .*, got neither"),
+        (
+            document({"to": "a"}),
+            "rule 1: expected from, or default .*, got none of them",
+        ),
         (document({"from": "a"}), "expected to, or drop = true, got neither"),
         (document({"from": "a", "to": "b", "drop": True}), "drop = true, got both"),
         (document({"from": [], "to": "b"}), "from: expected at least one key"),

@@ -4,9 +4,10 @@ The inverse of a rule has its keys exchanged, and the inverses of its operations
 opposite order. What the target does not contain has none: leaves and elements that
 were left out, digits that a cast removed, and which of several equal leaves is meant.
 
-The inverse is planned on the target before it is returned, and makes each leaf of the
-source; so both together return every bit, except that a cast may change the payload of
-a NaN.
+``invert_rules`` plans the inverse on the target before it returns it: it makes each
+leaf of the source, so both together return every bit, except that a cast may change the
+payload of a NaN. ``invert_document`` needs no tree, but operations whose inverse is the
+same for every tree.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from storesvc_client._mapping.rules import (
     VERSION,
     Document,
     Rule,
+    Rules,
     check_rules,
     follow,
 )
@@ -74,8 +76,25 @@ def invert_rules(mapped: MappedTree, source: Tree) -> Document:
     return document
 
 
+def invert_document(rules: Rules) -> list[dict[str, Any]]:
+    """Returns rules that make the source again, whatever it is, but for what they leave
+    out.
+
+    Raises:
+        ValueError: The inverse of a rule depends on the tree.
+    """
+    return [
+        {
+            **_invert_rule(rule, [{}] * len(rule.operations)),
+            "optional": rule.is_optional,
+        }
+        for rule in rules.rules
+        if rule.targets
+    ]
+
+
 def _invert_rule(rule: Rule, steps: Sequence[Streams]) -> dict[str, Any]:
-    if rule.default is not None:
+    if rule.default is not None or rule.tie is not None:
         return {"from": [str(each) for each in rule.targets], "drop": True}
     known = dict(rule.sources[0].kinds)
     width = len(rule.sources)
@@ -167,6 +186,13 @@ def _concatenate(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str
     yield {"split": {"axis": axis, "sizes": list(*sizes)}}
 
 
+def _interleave(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
+    counts = {len(arrays) for arrays in before.values()}
+    if len(counts) != 1:
+        raise ValueError("the number of its parts is known with a tree only")
+    yield {"deinterleave": {**given, "parts": counts.pop()}}
+
+
 def _repeat(given: Mapping[str, Any], _: Streams) -> Iterator[dict[str, Any]]:
     if given["times"] != 1:
         raise ValueError("repeat makes several elements of one, which may differ later")
@@ -188,6 +214,8 @@ _INVERSES: Final[Mapping[str, Inverse]] = {
     "unstack": lambda given, _: iter([{"stack": dict(given)}]),
     "concatenate": _concatenate,
     "split": lambda given, _: iter([{"concatenate": {"axis": given["axis"]}}]),
+    "interleave": _interleave,
+    "deinterleave": lambda given, _: iter([{"interleave": {"axis": given["axis"]}}]),
     "repeat": _repeat,
     "permute_heads": _permute_heads,
 }

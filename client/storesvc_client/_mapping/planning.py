@@ -142,7 +142,8 @@ class _Planner:
     def plan(self) -> MappedTree:
         found, unmatched = self._match_leaves()
         dropped = list[str]()
-        for rule in self._rules.rules:
+        # a tie names a leaf that another rule makes
+        for rule in sorted(self._rules.rules, key=lambda rule: rule.tie is not None):
             rows = found.get(rule.place, [{} for _ in rule.sources])
             if not any(rows) and rule.sources:
                 if not rule.is_optional:
@@ -257,6 +258,14 @@ class _Planner:
             except ValueError as e:
                 self._problems.append(f"{rule}: default: {e}")
                 return {}
+        if rule.tie is not None:
+            if (made := self._made.get(rule.tie)) is not None:
+                return {(): (made.expression,)}
+            self._problems.append(
+                f"{rule}: expected tie = the key of a leaf that another rule makes, "
+                f"got {rule.tie!r}"
+            )
+            return {}
         streams: Streams = {}
         for binding in sorted({each for found in rows for each in found}):
             absent = [
@@ -387,9 +396,15 @@ def _operate(operation: Operation, streams: Streams) -> Streams:
                 binding: (_name_leaf(binding, _JOINS[name], each, **given),)
                 for binding, each in streams.items()
             }
-        case "split":
+        case "interleave":
             return {
-                binding: tuple(_name_leaf(binding, _split, each[0], **given))
+                binding: (_name_leaf(binding, _interleave, each, given["axis"]),)
+                for binding, each in streams.items()
+            }
+        case "split" | "deinterleave":
+            divide = _split if operation.name == "split" else _deinterleave
+            return {
+                binding: tuple(_name_leaf(binding, divide, each[0], **given))
                 for binding, each in streams.items()
             }
         case name:
@@ -466,6 +481,28 @@ def _split(
     for size in sizes:
         yield Slice.make(inner, at, start, start + size)
         start += size
+
+
+def _interleave(parts: Sequence[Expression], axis: int) -> Expression:
+    """Returns the first index of each part, then the second one of each."""
+    at = check_axis("interleave", parts[0], axis)
+    shape = list(parts[0].shape)
+    shape[at] *= len(parts)
+    return Reshape.make(Join.stack(parts, at + 1), shape)
+
+
+def _deinterleave(inner: Expression, *, axis: int, parts: int) -> Iterable[Expression]:
+    """Yields every so many index of an axis, from the first on, from the second on."""
+    at = check_axis("deinterleave", inner, axis)
+    size = inner.shape[at]
+    if size % parts:
+        raise ValueError(
+            f"deinterleave: expected a multiple of {parts} for the size of axis {at}, "
+            f"got {size}"
+        )
+    shape = (*inner.shape[:at], size // parts, parts, *inner.shape[at + 1 :])
+    divided = Reshape.make(inner, shape)
+    return [Slice.take(divided, at + 1, index) for index in range(parts)]
 
 
 def _permute_heads(inner: Expression, given: Mapping[str, Any]) -> Expression:

@@ -11,9 +11,10 @@
     operations = [{transpose = [1, 0]}, {stack = {axis = 0, by = "n"}}]
 
 A rule takes the leaves whose keys match ``from``, one template or a list of them, and
-makes the leaves of ``to``. ``drop = true`` in place of ``to`` leaves them out;
-``default`` in place of ``from`` makes a leaf of one value. ``otherwise`` says what
-becomes of leaves that no rule takes: "error", "keep" or "drop".
+makes the leaves of ``to``. ``drop = true`` in place of ``to`` leaves them out. In place
+of ``from``, ``default`` makes a leaf of one value, and ``tie`` one of a leaf of the new
+tree, named by its key. ``otherwise`` says what becomes of leaves that no rule takes:
+"error", "keep" or "drop".
 
 The operations apply in their order to each array of a list, until one joins or divides
 them. Several keys in ``to`` get the parts of a split, or else the same array each.
@@ -50,7 +51,7 @@ OTHERWISE: Final = ("error", "keep", "drop")
 Document: TypeAlias = Mapping[str, Any]
 
 _RULE_FIELDS: Final = frozenset(
-    {"from", "to", "operations", "drop", "default", "optional"}
+    {"from", "to", "operations", "drop", "default", "tie", "optional"}
 )
 _DOCUMENT_FIELDS: Final = frozenset({"version", "otherwise", "rules"})
 
@@ -78,10 +79,15 @@ _INTEGERS: Final = Check("a list of integers", _are_integers)
 _SIZES: Final = Check(
     "a list of sizes", lambda value: _are_integers(value) and min([0, *value]) == 0
 )
+_PARTS: Final = Check(
+    "an integer from 2 to 1000",
+    lambda value: _is_integer(value) and 2 <= value <= MAX_LISTED,
+)
 _NUMBER: Final = Check("a number", lambda value: type(value) in (bool, int, float))
 _NAME: Final = Check(
     "a name", lambda value: isinstance(value, str) and value.isidentifier()
 )
+_KEY: Final = Check("a key", lambda value: isinstance(value, str))
 _DTYPE: Final = Check(
     "a dtype such as 'bfloat16'",
     lambda value: isinstance(value, str) and value in DTYPES,
@@ -100,6 +106,8 @@ OPERATIONS: Final[Mapping[str, Check | Mapping[str, Check]]] = {
     "unstack": {"axis": _INTEGER, "by": _NAME},
     "concatenate": {"axis": _INTEGER},
     "split": {"axis": _INTEGER, "sizes": _SIZES},
+    "interleave": {"axis": _INTEGER},
+    "deinterleave": {"axis": _INTEGER, "parts": _PARTS},
     "repeat": {"axis": _INTEGER, "times": _INTEGER},
     "permute_heads": {"axis": _INTEGER, "heads": _INTEGER, "from": _LAYOUT},
     "lora_merge": {
@@ -146,6 +154,8 @@ class Rule:
     operations: tuple[Operation, ...] = ()
     default: Mapping[str, Any] | None = None
     """Arguments of an array of one value; None if it is made of leaves."""
+    tie: str | None = None
+    """Key of the leaf of the target that it is made of; None if of others."""
     is_optional: bool = False
     """True if it may match no leaf."""
 
@@ -232,17 +242,18 @@ def _check_rule(place: str, given: object, name: str) -> Rule:
     where = f"{name}: {place}"
     found = _table(where, given, _RULE_FIELDS)
     drops = _check_value(f"{where}: drop", found.get("drop", False), _FLAG)
-    if ("from" in found) == ("default" in found):
+    made_of = [name for name in ("from", "default", "tie") if name in found]
+    if len(made_of) != 1:
         raise InvalidRequestError(
-            f"{where}: expected from, or default for a leaf of one value, got "
-            + ("both" if "from" in found else "neither")
+            f"{where}: expected from, or default for a leaf of one value, or tie for "
+            f"one of the new tree, got {' and '.join(made_of) or 'none of them'}"
         )
     if ("to" in found) == drops:
         raise InvalidRequestError(
             f"{where}: expected to, or drop = true, got "
             + ("both" if drops else "neither")
         )
-    if drops and ("operations" in found or "default" in found):
+    if drops and ("operations" in found or made_of != ["from"]):
         raise InvalidRequestError(
             f"{where}: expected from and drop = true alone, got "
             f"{', '.join(sorted(found))}"
@@ -257,6 +268,9 @@ def _check_rule(place: str, given: object, name: str) -> Rule:
         targets=_templates(f"{where}: to", found["to"]) if "to" in found else (),
         operations=tuple(_check_operation(where, each) for each in listed),
         default=default,
+        tie=_check_value(f"{where}: tie", found["tie"], _KEY)
+        if "tie" in found
+        else None,
         is_optional=_check_value(
             f"{where}: optional", found.get("optional", False), _FLAG
         ),
@@ -316,14 +330,16 @@ def follow(operation: Operation, known: dict[str, str], width: int) -> int:
                     f"has, got {by!r}"
                 )
             known[by] = INTEGER
-        case "concatenate", _:
+        case "concatenate" | "interleave", _:
             if width < 2:
-                raise ValueError("concatenate: expected several keys in from, got one")
+                raise ValueError(
+                    f"{operation.name}: expected several keys in from, got one"
+                )
             return 1
-        case "split", {"sizes": sizes}:
+        case "split" | "deinterleave", given:
             if width != 1:
-                raise ValueError(f"split: expected one array, got {width}")
-            return len(sizes)
+                raise ValueError(f"{operation.name}: expected one array, got {width}")
+            return given["parts"] if "parts" in given else len(given["sizes"])
         case name, _ if name in COMPUTING:
             if width != COMPUTING[name]:
                 raise ValueError(

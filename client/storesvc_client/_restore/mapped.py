@@ -36,6 +36,7 @@ from storesvc_client._mapping.expressions import (
     Source,
     copy_elements,
 )
+from storesvc_client._mapping.families import load_table
 from storesvc_client._mapping.planning import MappedTree, make_source, plan_mapping
 from storesvc_client._mapping.rules import (
     MAX_DOCUMENT_BYTES,
@@ -59,7 +60,8 @@ BATCH_BYTES: Final = 192 << 20
 
 
 def load_rules(mapping: MappingRules | Rules) -> Rules:
-    """Returns the rules of a file or a document; rules themselves are accepted, too.
+    """Returns the rules of a file, a document or a table of a family; rules themselves
+    are accepted, too.
 
     Raises:
         InvalidRequestError: They are none, or the file cannot be read.
@@ -75,10 +77,7 @@ def load_rules(mapping: MappingRules | Rules) -> Rules:
         )
     path = Path(mapping)
     if path.suffix not in (".toml", ".json"):
-        raise InvalidRequestError(
-            f"mapping=: expected a file whose name ends in .toml or .json, got "
-            f"{str(path)!r}"
-        )
+        return load_table(str(mapping))
     try:
         with path.open("rb") as file:
             text = file.read(MAX_DOCUMENT_BYTES + 1)

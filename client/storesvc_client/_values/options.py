@@ -27,7 +27,8 @@ from storesvc_client._values.arguments import (
 from storesvc_client.errors import InvalidRequestError
 
 MappingRules: TypeAlias = str | Path | Mapping[str, Any]
-"""Rules of a mapping: the path of a TOML or JSON file, or a parsed document."""
+"""Rules of a mapping: the path of a TOML or JSON file, the name of a table that comes
+with storesvc, such as "llama" or "llama-inverse", or a parsed document."""
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec

@@ -324,8 +324,8 @@ def mapping_option(command: _Command) -> _Command:
     return click.option(
         "--map",
         "mapping",
-        metavar="FILE",
-        help="Rules that make another tree, in TOML or JSON; see storectl map.",
+        metavar="RULES",
+        help="A file of rules that make another tree, or a table; see storectl map.",
     )(command)
 
 

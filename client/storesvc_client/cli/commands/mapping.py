@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from storesvc_client._mapping.planning import MappedLeaf
     from storesvc_client._restore.mapped import MappedReader
 
-_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE: Final = click.Path(dir_okay=False, path_type=Path)
+"""A file, or the name of a table."""
 
 
 @click.group("map")
 def map_() -> None:
     """Check, show, invert or propose the rules of a mapping.
 
-    Rules are a TOML or JSON file. With them a checkpoint is restored as another tree:
-    other names, layers stacked or apart, projections joined or divided.
+    Rules are a TOML or JSON file, or a table that comes with storesvc. With them a
+    checkpoint is restored as another tree: other names, layers stacked or apart,
+    projections joined or divided.
 
     \b
     Examples:
@@ -207,6 +209,25 @@ def invert_rules(reader: "MappedReader") -> None:
     from storesvc_client._mapping.inverses import invert_rules as invert
 
     print_json(invert(reader.mapped, reader.inner.tree))
+
+
+@map_.command("table")
+@click.argument("rules", type=_FILE, metavar="NAME")
+def print_table(rules: Path) -> None:
+    """Print a table that comes with storesvc, as JSON.
+
+    llama makes the model of a checkpoint of EasyDeL from the files of transformers.
+    Behind the name: -tied if the head is the embedding, -scanned for stacked layers,
+    -inverse for the way back. Another name prints the names of all tables.
+
+    \b
+    Examples:
+      storectl map table llama
+      storectl map table qwen3-tied-scanned-inverse > mine.json
+    """
+    from storesvc_client._restore.mapped import load_rules
+
+    print_json(dict(load_rules(rules).document))
 
 
 @map_.command("show")

@@ -1,0 +1,28 @@
+"""Tables of families take models of transformers to EasyDeL and back."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.easydel.families import MODELS
+
+NAMES = [*MODELS]
+
+
+@pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["even", "odd"])
+def test_logits_are_those_of_transformers_both_ways(names: list[str]) -> None:
+    """In a process with one device, as transformers has it."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.easydel.families", *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    print(ran.stdout)
+    assert "all as they should be" in ran.stdout, ran.stderr[-4000:]

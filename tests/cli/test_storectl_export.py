@@ -1,6 +1,5 @@
 """``storectl export``: what it writes, prints and rejects."""
 
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -47,20 +46,6 @@ def test_a_report_is_one_document(address: str, tmp_path: Path) -> None:
     assert ["raw"] == found["dropped_items"]
     assert ["7/model", "7/config"] == found["files"]
     assert (tmp_path / "7" / "orbax.checkpoint").exists()
-
-
-def test_rules_come_from_a_file(address: str, tmp_path: Path) -> None:
-    rules = [[r"params\.(.*)", r"\1", {"transpose": [1, 0]}]]
-    (tmp_path / "rules.json").write_text(json.dumps(rules))
-
-    text = printed(
-        *(address, "export", "prod/exported@7", f"npz:{tmp_path}/x.npz"),
-        *("--rename", str(tmp_path / "rules.json"), "--drop-items"),
-    )
-
-    assert ": 2 leaves, 1 renamed, 152 B" in text
-    with np.load(tmp_path / "x.npz") as found:
-        assert {"kernel": (4, 8), "n": (3,)} == {k: found[k].shape for k in found.files}
 
 
 def test_a_mapping_makes_the_tree_that_is_exported(

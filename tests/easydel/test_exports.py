@@ -1,7 +1,6 @@
 """Real EasyDeL models are exported with the names of Hugging Face."""
 
-import ast
-import re
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ import pytest
 from easydel.infra.base_state import EasyDeLState
 
 import storesvc_client as store
+from storesvc_client._restore.mapped import load_rules
 from storesvc_client.easydel import save_state
 from tests.easydel.scenarios import Scenario
 from tests.support.safetensors_files import load_file
@@ -50,16 +50,14 @@ def test_a_llama_is_exported_as_hugging_face_names_it(
     if kind == "tied":
         del expected["lm_head.weight"]
 
-    for at, source in enumerate((run, imported)):
-        target = f"safetensors:{tmp_path}/{at}"
-        with pytest.raises(store.PreconditionError) as rejected:
-            source.export("latest", target, rename="llama_hf", drop_items=True)
-        advice = re.search(r"select=(\[[^]]*\]|'[^']*')", str(rejected.value))
-        assert advice is not None
-        select = ast.literal_eval(advice[1])
-        report = source.export("latest", target, select=select, rename="llama_hf")
+    table = "llama-tied-inverse" if kind == "tied" else "llama-inverse"
+    rules = json.dumps(dict(load_rules(table).document))
+    own = json.loads(rules.replace("graphstate/", "model/").replace("/value", ""))
+    own["rules"].append({"from": "tx/{rest*}", "drop": True})
+
+    for at, (source, mapping) in enumerate([(run, table), (imported, own)]):
+        source.export("latest", f"safetensors:{tmp_path}/{at}", mapping=mapping)
         found = load_file(tmp_path / str(at) / "model.safetensors")
-        assert len(found) == report.renamed_count
         assert expected.keys() == found.keys()
         for name, array in expected.items():
             np.testing.assert_array_equal(array, found[name])

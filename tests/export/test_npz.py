@@ -58,17 +58,14 @@ def test_a_dtype_that_numpy_cannot_read_is_rejected_unless_it_is_cast(
         np.testing.assert_array_equal(np.arange(4, dtype=np.float32), found["w"])
 
 
-@pytest.mark.parametrize(
-    "name", ["../w", "/w", "a//b", "", "..\\..\\w", "\\w", "C:\\w"]
-)
+@pytest.mark.parametrize("name", ["..\\..\\w", "\\w", "C:\\w"])
 def test_a_name_that_leads_out_of_a_folder_is_rejected(
     saved: Save, name: str, tmp_path: Path
 ) -> None:
-    opened = saved("memory://", {"w": np.ones(2)})
-    rename = [["w", name.replace("\\", r"\\")]]
+    opened = saved("memory://", {name: {"w": np.ones(2)}})
 
     with pytest.raises(store.PreconditionError, match="a name for a member"):
-        opened.export(f"npz:{tmp_path}/x.npz", rename=rename)
+        opened.export(f"npz:{tmp_path}/x.npz")
 
 
 def test_only_a_file_of_that_name_is_written_and_never_twice(

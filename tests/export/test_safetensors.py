@@ -1,6 +1,7 @@
 """Exports to safetensors, read by the package of that name."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 import storesvc_client as store
+from storesvc_client._export.elements import windows
 from tests.export.parts import ARRAYS, Save, data_files, dotted, flip
 from tests.support.safetensors_files import load_file
 
@@ -113,15 +117,22 @@ def test_a_cast_that_exceeds_the_range_is_rejected(saved: Save, tmp_path: Path) 
     assert [] == [file for file in (tmp_path / "x").iterdir() if file.suffix != ".part"]
 
 
-def test_renames_transpose(opened: store.OpenCheckpoint, tmp_path: Path) -> None:
-    rules = [[r"params\.layers\.(\d)\.kernel", r"h.\1.w", {"transpose": [1, 0]}]]
-    (tmp_path / "rules.json").write_text(json.dumps(rules))
+def test_a_mapping_names_and_transposes_tensors(
+    opened: store.OpenCheckpoint, tmp_path: Path
+) -> None:
+    rules = {
+        "version": 1,
+        "otherwise": "drop",
+        "rules": [
+            {
+                "from": "params/layers/{n:int}/kernel",
+                "to": "h/{n}/w",
+                "operations": [{"transpose": [1, 0]}],
+            }
+        ],
+    }
 
-    opened.export(
-        f"safetensors:{tmp_path}/x",
-        select="params/layers/**",
-        rename=str(tmp_path / "rules.json"),
-    )
+    opened.export(f"safetensors:{tmp_path}/x", mapping=rules)
 
     found = load_file(tmp_path / "x" / "model.safetensors")
     assert ["h.0.w", "h.1.w"] == sorted(found)
@@ -158,11 +169,6 @@ def test_renames_transpose(opened: store.OpenCheckpoint, tmp_path: Path) -> None
             {"a": {"b": np.ones(2)}, "a.b": np.ones(3)},
             {},
             r"leaf 'a/b': .* of its own, got 'a\.b', which leaf 'a\.b' has",
-        ),
-        (
-            {"a": np.ones(2), "b": np.ones(2)},
-            {"rename": [[".*", "same"]]},
-            "leaf 'b': expected a name of its own, got 'same', which leaf 'a' has",
         ),
         ({"__metadata__": np.ones(2)}, {}, "other names than '__metadata__'"),
     ],
@@ -265,10 +271,10 @@ def test_a_leaf_of_many_chunks_is_read_in_parts(saved: Save, tmp_path: Path) -> 
     wide = np.random.default_rng(0).standard_normal((640, 40_000), np.float32)
     opened = saved((tmp_path / "store").as_uri(), {"w": wide})
     assert opened.leaves["w"].size_bytes > 64 << 20
-    rules = [["w", "w", {"transpose": [1, 0]}]]
+    rule = {"from": "w", "to": "w", "operations": [{"transpose": [1, 0]}]}
 
     opened.export(f"safetensors:{tmp_path}/x")
-    opened.export(f"safetensors:{tmp_path}/y", rename=rules)
+    opened.export(f"safetensors:{tmp_path}/y", mapping={"version": 1, "rules": [rule]})
 
     found = load_file(tmp_path / "x" / "model.safetensors")["w"]
     assert wide.tobytes() == found.tobytes()
@@ -307,3 +313,22 @@ def test_arguments_that_do_not_fit_are_rejected(
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=problem):
         opened.export(url, **options)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), max_size=4),
+    limit=st.integers(1, 60),
+)
+def test_windows_cover_an_array_once_in_order(
+    sizes: list[tuple[int, int]], limit: int
+) -> None:
+    shape, chunk = [n for n, _ in sizes], [c for _, c in sizes]
+    array = np.arange(math.prod(shape)).reshape(shape)
+
+    parts = [
+        array[tuple(slice(*each) for each in region)].reshape(-1)
+        for region in windows(shape, chunk, itemsize=1, limit=limit)
+    ]
+
+    assert array.reshape(-1).tolist() == [n for part in parts for n in part.tolist()]
+    assert all(len(part) <= limit for part in parts)

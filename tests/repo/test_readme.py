@@ -12,7 +12,7 @@ Each block runs by itself:
   what ``NEEDS`` lists; its programs, targets, extras and options exist in any case;
 - a ``py`` block needs another environment: it compiles, and what it takes from storesvc
   exists;
-- ``toml`` is a policy or a mapping, ``json`` are rules of renames, and ``diff`` leads
+- ``toml`` is a policy or a mapping, and ``diff`` leads
   from a program to one that runs;
 - ``text`` is output, or drawn.
 
@@ -24,7 +24,6 @@ import builtins
 import contextlib
 import functools
 import io
-import json
 import os
 import re
 import shlex
@@ -46,7 +45,6 @@ from benchmarks.__main__ import OTHERS
 from benchmarks.speed.works import WORKS
 from storesvc.auth.policy import ROLES, Permission
 from storesvc.auth.policy_file import parse as parse_policy_file
-from storesvc_client._export.elements import parse_table
 from storesvc_client._mapping.rules import parse_rules
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
@@ -80,7 +78,7 @@ NEEDS = {
     r"^storectl hub": "Ctrl-C; tests/hub has a socket and clients",
     r"(?<!--store )gs://": "a bucket",
     r"-s ckpt\.example|-c lab": "another machine",
-    r"--rename llama_hf": "a Llama; tests/export/test_renames.py has some",
+    r"--map llama": "a Llama; tests/easydel/test_exports.py has some",
     r"^storectl doctor": "places that it writes to; tests/doctor has some",
     r"^storectl map": "a file of rules; tests/cli/test_storectl_map.py has one",
     r"^storectl import": "checkpoints of another project; docs/migration.md has them",
@@ -171,7 +169,7 @@ def test_each_document_is_linked_from_the_readme() -> None:
 def test_every_block_is_of_a_kind_that_is_tested() -> None:
     kinds = {block.language for block in BLOCKS}
 
-    known = {"python", "console", "sh", "py", "toml", "json", "diff", "text"}
+    known = {"python", "console", "sh", "py", "toml", "diff", "text"}
     assert known == kinds
 
 
@@ -289,11 +287,6 @@ def test_the_command_line_prints_what_a_document_shows(
 @each_block("py")
 def test_a_program_for_another_environment_uses_what_exists(block: Block) -> None:
     check_names(ast.parse(block.text))
-
-
-@each_block("json")
-def test_a_table_of_renames_of_a_document_is_valid(block: Block) -> None:
-    assert parse_table(json.loads(block.text), str(block)).rules
 
 
 @pytest.mark.slow

@@ -94,7 +94,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._api.copying import RunCopy
-    from storesvc_client._export.elements import RenameTable
     from storesvc_client._export.exporting import ExportReport, OrbaxLayout
     from storesvc_client._foreign.mount import ForeignRun
     from storesvc_client._job.job import Departures
@@ -422,7 +421,6 @@ class Run:
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
         mapping: MappingRules | None = None,
-        rename: "RenameTable | None" = None,
         layout: "OrbaxLayout | None" = None,
         item: str | None = None,
         max_shard_bytes: int | None = None,
@@ -451,7 +449,6 @@ class Run:
             select=select,
             cast=cast,
             mapping=mapping,
-            rename=rename,
             layout=layout,
             item=item,
             max_shard_bytes=max_shard_bytes,

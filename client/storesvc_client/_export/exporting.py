@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from storesvc.format.keys import parse_item_key
 from storesvc_client._export.elements import (
     ExportCall,
-    RenameTable,
     Source,
     Written,
-    read_table,
 )
 from storesvc_client._export.target import open_target
 from storesvc_client._telemetry.progress import Meter
@@ -43,7 +41,6 @@ class ExportOptions:
     """Arguments of an export, as ``OpenCheckpoint.export`` describes them."""
 
     cast: "DTypeLike | None" = None
-    rename: RenameTable | None = None
     layout: OrbaxLayout | None = None
     item: str | None = None
     max_shard_bytes: int | None = None
@@ -64,8 +61,6 @@ class ExportReport:
     """Files written, relative to the target."""
     leaf_count: int
     """Number of exported leaves."""
-    renamed_count: int
-    """Number of leaves that a rule of ``rename=`` named."""
     size_bytes: int
     """Bytes of their elements, as exported."""
     linked_bytes: int
@@ -98,7 +93,6 @@ def export_checkpoint(
         source=source,
         where=where,
         cast=checked_cast(f"export of {source.name}: cast=", options.cast),
-        table=read_table(options.rename),
         opened=partial(open_target, storage_options=options.storage_options),
         meter=meter,
     )
@@ -108,7 +102,6 @@ def export_checkpoint(
         target=f"{kind}:{where}",
         files=written.files,
         leaf_count=len(source.rows),
-        renamed_count=written.renamed_count,
         size_bytes=written.size_bytes,
         linked_bytes=written.linked_bytes,
         copied_bytes=written.copied_bytes,
@@ -146,7 +139,6 @@ def _check_options(place: str, kind: str, options: ExportOptions) -> None:
     for name, value, kinds in (
         ("layout", options.layout, ("orbax",)),
         ("item", options.item, ("orbax",)),
-        ("rename", options.rename, ("safetensors", "npz")),
         ("max_shard_bytes", shard, ("safetensors",)),
         ("config", options.config, ("safetensors",)),
     ):

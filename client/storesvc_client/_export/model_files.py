@@ -87,8 +87,6 @@ def find_item_files(source: Source) -> Iterator[tuple[str, Tensor]]:
                 dtype="uint8",
                 shape=leaf.shape,
                 chunk_shape=leaf.chunk_shape,
-                axes=None,
-                is_renamed=False,
             ),
         )
 

@@ -2,8 +2,7 @@
 
 A flat format is a list of named arrays. What it would lose is rejected, with the name
 of the leaf: a Python number would come back as an array, a PRNG key as numbers; texts
-and bytes have no dtype. Tensors are read cast and transposed, in pieces of bounded
-size.
+and bytes have no dtype. Tensors are read in pieces of bounded size.
 
 The files of safetensors are those that Hugging Face's libraries open. They are written
 in an order in which no reader takes a part for the whole:
@@ -32,7 +31,6 @@ dtypes of NumPy itself: a leaf of bfloat16 is rejected unless it is cast, becaus
 """
 
 import json
-import logging
 import math
 import re
 import struct
@@ -49,17 +47,12 @@ from numpy.typing import NDArray
 
 from storesvc.format.checksums import Hasher, digest
 from storesvc.format.dtypes import DTYPES, is_floating
-from storesvc.format.grids import Region
 from storesvc.format.keys import split_key
 from storesvc.format.trees import Leaf
 from storesvc_client._chunks.memory import cut_batches
 from storesvc_client._export.elements import (
-    TRANSPOSED_BYTES,
-    WINDOW_BYTES,
     ExportCall,
     Piece,
-    Renamed,
-    Renames,
     Source,
     Written,
     cast_array,
@@ -68,13 +61,10 @@ from storesvc_client._export.elements import (
     windows,
 )
 from storesvc_client._export.target import COPY_BYTES, NewFile, Target, split_file
-from storesvc_client._items.values import unpack_document
 from storesvc_client._telemetry.progress import Meter
-from storesvc_client._values.key_patterns import matching_keys
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,
-    StructureError,
 )
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -85,8 +75,6 @@ ARRAYS: Final = frozenset(
     {pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR}
 )
 """Kinds of leaves that every format holds, and that a cast applies to."""
-
-_log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +87,6 @@ class Tensor:
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     """Shape of the stored chunks, in the order of the exported dimensions."""
-    axes: tuple[int, ...] | None
-    """Permutation of the saved dimensions; None for none."""
-    is_renamed: bool
-    """True if a rule named it."""
 
     @property
     def itemsize(self) -> int:
@@ -114,15 +98,6 @@ class Tensor:
     def size_bytes(self) -> int:
         """Bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
-
-    def saved(self, region: Region) -> Region:
-        """Returns the region of the saved leaf for a region of the tensor."""
-        if self.axes is None:
-            return region
-        found = list(region)
-        for at, axis in enumerate(self.axes):
-            found[axis] = region[at]
-        return tuple(found)
 
 
 def exported_dtype(leaf: Leaf, cast: str | None) -> str:
@@ -136,7 +111,6 @@ def plan_tensors(
     source: Source,
     *,
     cast: str | None,
-    table: Renames,
     separator: str,
     dtypes: Collection[str],
     target: str,
@@ -146,114 +120,31 @@ def plan_tensors(
     Args:
         source: The checkpoint.
         cast: Name of the dtype to cast to, or None.
-        table: Renames.
-        separator: Joins the parts of a path that no rule renames; "/" keeps the key.
+        separator: Joins the parts of a path; "/" keeps the key.
         dtypes: Names of the dtypes that the format holds.
         target: Name of the format, for messages.
     """
-    keys = [leaf.key for leaf in source.tree.leaves[: source.tree.tree_count]]
-    found = [table.rename(".".join(split_key(key))) for key in keys]
-    if table.rules and source.rows:
-        _check_names(source, table, keys, found)
     fault = partial(_fault, source, cast=cast, dtypes=dtypes, target=target)
     source.check_rejected([(row, text) for row in source.rows if (text := fault(row))])
     by_name: dict[str, Tensor] = {}
     for row in source.rows:
         leaf = source.leaf(row)
-        name, axes, rule, _ = found[row]
-        if rule is None and separator != ".":
-            name = leaf.key
-        if axes is not None and len(axes) != len(leaf.shape):
-            raise InvalidRequestError(
-                f"{source.describe(row)}: expected {len(axes)} dimensions, which its "
-                f"rename transposes, got the shape {leaf.shape}; correct the rule"
-            )
+        name = leaf.key if separator == "/" else separator.join(split_key(leaf.key))
         tensor = Tensor(
             row=row,
             name=name,
             dtype=exported_dtype(leaf, cast),
-            shape=_permute_sizes(leaf.shape, axes),
-            chunk_shape=_permute_sizes(leaf.chunk_shape, axes),
-            axes=axes,
-            is_renamed=rule is not None,
+            shape=leaf.shape,
+            chunk_shape=leaf.chunk_shape,
         )
         other = by_name.setdefault(name, tensor)
         if other is not tensor:
             raise PreconditionError(
                 f"{source.describe(row)}: expected a name of its own, got {name!r}, "
                 f"which leaf {source.leaf(other.row).key!r} has; rename one of them "
-                "with rename=, or leave one out with select= (--select)"
+                "with mapping= (--map), or leave one out with select= (--select)"
             )
     return [by_name[name] for name in sorted(by_name)]
-
-
-def _check_names(
-    source: Source, table: Renames, keys: Sequence[str], found: Sequence[Renamed]
-) -> None:
-    """Rejects a table that names no leaf, and that of a model if it does not name
-    each selected leaf once; logs rules without effect."""
-    applied = {found[row].rule for row in source.rows}
-    if applied == {None}:
-        raise InvalidRequestError(
-            f"{source.describe(source.rows[0])}: expected a name that a rule of "
-            f"{table.place} matches, got {found[source.rows[0]].name!r} and no match "
-            f"for any of {len(source.rows)} leaves; correct the rules, or leave "
-            "rename= out"
-        )
-    if not table.model:
-        unused = [at for at in range(len(table.rules)) if at not in applied]
-        if unused and None in applied:
-            _log.warning(
-                "export of %s: %s: no leaf has a name that rule %s matches: %r",
-                *(source.name, table.place, unused[0]),
-                table.rules[unused[0]].pattern.pattern,
-            )
-        return
-    tied = _true_settings(source) if table.unused else ()
-    trees = {found[row].tree for row in source.rows if found[row].rule is not None}
-    tree = min(trees, key=lambda tree: (tree.count("."), tree))
-
-    def fault(name: Renamed) -> str | None:
-        if name.rule is None:
-            return f"a parameter of {table.model}, got a leaf that {table.place} lacks"
-        if name.tree != tree:
-            return f"{table.model} once, got that of {tree.rstrip('.')!r}, too"
-        if (setting := table.unused.get(name.name)) in tied:
-            return f"no {name.name} in a model with {setting}, got one"
-        return None
-
-    faults = [(row, text) for row in source.rows if (text := fault(found[row]))]
-    if faults:
-        fits = [key for key, name in zip(keys, found, strict=True) if not fault(name)]
-        advice = _select(tree, fits, keys)
-        rejected = [(row, f"expected {text}; {advice}") for row, text in faults]
-        source.check_rejected(rejected)
-
-
-def _select(tree: str, fits: Sequence[str], keys: Sequence[str]) -> str:
-    """Returns the advice to select the leaves of a tree that a table names."""
-    for depth in (tree.count("."), tree.count(".") + 1):
-        globs = sorted({"/".join([*k.split("/")[:depth], "**"]) for k in fits})
-        selected = {key for glob in globs for key in matching_keys(glob, keys)}
-        if globs and selected == {*fits}:
-            options = " ".join(f"--select '{glob}'" for glob in globs)
-            select = globs[0] if len(globs) == 1 else globs
-            return f"leave it out with select={select!r} ({options})"
-    return "leave it out with select= (--select), or give rules that name it (rename=)"
-
-
-def _true_settings(source: Source) -> Collection[str]:
-    """Returns the names of the settings of the saved config that are true."""
-    config = source.items.get("config")  # as EasyDeL's checkpoints have it
-    try:
-        if config is None:
-            config = unpack_document(source.tree.structure)["config"]
-            config = dict(config.get("fields") or config["dict"])
-        elif isinstance(config, str):
-            config = json.loads(config)
-        return {name for name, value in config.items() if value is True}
-    except (StructureError, LookupError, AttributeError, TypeError, ValueError):
-        return ()  # no config of a model
 
 
 def _fault(
@@ -275,12 +166,6 @@ def _fault(
     return f"expected a dtype that {target} holds, got {dtype}; {remedy}"
 
 
-def _permute_sizes(
-    sizes: tuple[int, ...], axes: tuple[int, ...] | None
-) -> tuple[int, ...]:
-    return sizes if axes is None else tuple(sizes[axis] for axis in axes)
-
-
 def read_tensors(
     source: Source, tensors: Sequence[Tensor], meter: Meter
 ) -> Iterator[tuple[Tensor, Iterator[memoryview]]]:
@@ -288,12 +173,11 @@ def read_tensors(
     must be taken before the next one."""
     plans = [
         [
-            Piece(tensor.row, tensor.saved(region))
+            Piece(tensor.row, region)
             for region in windows(
                 tensor.shape,
                 tensor.chunk_shape,
                 itemsize=source.tree.grids[tensor.row].itemsize,
-                limit=WINDOW_BYTES if tensor.axes is None else TRANSPOSED_BYTES,
             )
         ]
         for tensor in tensors
@@ -312,9 +196,7 @@ def _pieces(
 
 
 def _export_piece(source: Source, tensor: Tensor, array: NDArray[Any]) -> memoryview:
-    """Returns the bytes of a piece, transposed and cast."""
-    if tensor.axes is not None:
-        array = array.transpose(tensor.axes)
+    """Returns the bytes of a piece, cast."""
     return raw_bytes(cast_array(array, tensor.dtype, source.describe(tensor.row)))
 
 
@@ -338,7 +220,6 @@ def write_npz(call: ExportCall) -> Written:
     tensors = plan_tensors(
         source,
         cast=call.cast,
-        table=call.table,
         separator="/",
         dtypes=HELD,
         target="npz",
@@ -347,7 +228,7 @@ def write_npz(call: ExportCall) -> Written:
         if not is_member_name(tensor.name):
             raise PreconditionError(
                 f"{source.describe(tensor.row)}: expected a name for a member of a zip "
-                f"file, got {tensor.name!r}; rename it with rename="
+                f"file, got {tensor.name!r}; rename it with mapping="
             )
     target = call.opened(folder)
     if target.size(name) is not None:
@@ -357,8 +238,7 @@ def write_npz(call: ExportCall) -> Written:
     meter.total_bytes = sum(tensor.size_bytes for tensor in tensors)
     with target.create(name) as file:
         _write_npz(source, file, tensors, meter)
-    renamed = sum(tensor.is_renamed for tensor in tensors)
-    return Written(files=(name,), size_bytes=meter.total_bytes, renamed_count=renamed)
+    return Written(files=(name,), size_bytes=meter.total_bytes)
 
 
 def is_member_name(name: str) -> bool:
@@ -472,7 +352,7 @@ def header_bytes(
         if tensor.name == _RESERVED:
             raise PreconditionError(
                 f"{place}: expected other names than {_RESERVED!r}, which safetensors "
-                "keeps for itself; rename the leaf with rename="
+                "keeps for itself; rename the leaf with mapping="
             )
         start, end = end, end + tensor.size_bytes
         header[tensor.name] = {
@@ -540,7 +420,7 @@ def write_safetensors(
     """Writes the selected leaves to a folder, or to a file if the target ends in
     ".safetensors"; and other files to the folder."""
     source, meter = call.source, call.meter
-    tensors = plan_safetensors(source, cast=call.cast, table=call.table)
+    tensors = plan_safetensors(source, cast=call.cast)
     folder, single = call.where, ""
     if is_file_target(folder):
         folder, single = split_file(folder)
@@ -570,18 +450,14 @@ def write_safetensors(
         _write_all(source, target, shards, meter)
     names = [shard.name for shard in shards] + ([INDEX] if len(shards) > 1 else [])
     names += [file.name for file in files]
-    renamed = sum(tensor.is_renamed for tensor in tensors)
-    return Written(files=tuple(names), size_bytes=size, renamed_count=renamed)
+    return Written(files=tuple(names), size_bytes=size)
 
 
-def plan_safetensors(
-    source: Source, *, cast: str | None = None, table: Renames | None = None
-) -> list[Tensor]:
+def plan_safetensors(source: Source, *, cast: str | None = None) -> list[Tensor]:
     """Returns the tensors of the selected leaves, as ``plan_tensors`` does."""
     return plan_tensors(
         source,
         cast=cast,
-        table=table or Renames(),
         separator=".",
         dtypes=DTYPE_NAMES,
         target="safetensors",

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._export.elements import RenameTable, Source
+    from storesvc_client._export.elements import Source
     from storesvc_client._export.exporting import ExportReport, OrbaxLayout
     from storesvc_client._mapping.planning import MappedTree
     from storesvc_client._pytree.restore_target import Target
@@ -413,7 +413,6 @@ class OpenCheckpoint(OpenTree):
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
         mapping: MappingRules | None = None,
-        rename: "RenameTable | None" = None,
         layout: "OrbaxLayout | None" = None,
         item: str | None = None,
         max_shard_bytes: int | None = None,
@@ -430,7 +429,7 @@ class OpenCheckpoint(OpenTree):
         ``fsspec`` writes to. The target appears when it is complete, and nothing is
         replaced; calling this again continues after a failure. Every chunk is verified,
         except where its file is linked: Orbax verifies it then. At most a few
-        hundred MiB are in memory, or 1 GiB if a rename transposes large leaves.
+        hundred MiB are in memory.
 
         >>> run.open("best").export("safetensors:/models/llama", cast="bfloat16")
 
@@ -441,8 +440,6 @@ class OpenCheckpoint(OpenTree):
             cast: A floating-point dtype for floating-point arrays.
             mapping: As for ``Run.restore``: rules that make another tree; all other
                 arguments are of its leaves.
-            rename: Rules, a JSON file of rules, or the name of a table; for safetensors
-                and npz.
             layout: "v0" or "v1", for Orbax; None: "v0".
             item: Name of the item of the tree, for Orbax.
             max_shard_bytes: Maximum bytes of a safetensors file; None: 5 GB.
@@ -455,9 +452,9 @@ class OpenCheckpoint(OpenTree):
 
         Raises:
             InvalidRequestError: An argument is of another type, or belongs to another
-                format; a rule fits no leaf; or a cast exceeds the range of its dtype.
+                format; or a cast exceeds the range of its dtype.
             PreconditionError: The format would lose a leaf or an item, two leaves have
-                one name, a table of a model does not name all, or the target exists.
+                one name, or the target exists.
             MismatchError: The rules of the mapping do not fit the checkpoint.
             NotFoundError: No leaf matches ``select``.
             DataLossError: Stored bytes are damaged.
@@ -471,7 +468,6 @@ class OpenCheckpoint(OpenTree):
             chosen = checked_patterns(f"{place}: select=", select)
         options = ExportOptions(
             cast=cast,
-            rename=rename,
             layout=layout,
             item=item,
             max_shard_bytes=max_shard_bytes,

@@ -178,11 +178,6 @@ def _copy_checkpoints(
 @click.option("--dtype", help="Cast floating-point arrays, such as to bf16.")
 @mapping_option
 @click.option(
-    "--rename",
-    metavar="FILE.json",
-    help="Rules that rename tensors, or the name of a table: llama_hf.",
-)
-@click.option(
     "--layout",
     type=click.Choice(["v0", "v1"]),
     help="Layout of Orbax: that of CheckpointManager, v0, is the default.",
@@ -210,7 +205,6 @@ def export(
     select: tuple[str, ...],
     dtype: str | None,
     mapping: str | None,
-    rename: str | None,
     layout: Literal["v0", "v1"] | None,
     item: str | None,
     max_shard: int | None,
@@ -240,7 +234,6 @@ def export(
             select=select or None,
             cast=dtype,
             mapping=mapping,
-            rename=rename,
             layout=layout,
             item=item,
             max_shard_bytes=max_shard,
@@ -255,8 +248,6 @@ def export(
         f"{report.target}: {count_text(report.leaf_count, 'leaf')}",
         size_text(report.size_bytes),
     ]
-    if report.renamed_count:
-        parts.insert(1, f"{report.renamed_count} renamed")
     if report.linked_bytes:
         parts.append(f"{size_text(report.linked_bytes)} of data files linked")
     if report.copied_bytes:

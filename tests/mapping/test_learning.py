@@ -268,6 +268,25 @@ def test_a_number_that_all_keys_have_is_part_of_their_name() -> None:
     assert 'from = "opt/0/mu/l/{n:int}/w"\nto = "opt/1/0/mu/h_{n}/w"' in text
 
 
+def test_layers_that_do_not_begin_with_zero_are_not_stacked() -> None:
+    source = draw_arrays({f"l/{n}/w": (4, 6) for n in (3, 4, 5)})
+    target = {"l/w": np.stack([*source.values()])}
+
+    assert "# 0 of 3 leaves of the source, 0 of 1" in learn(source, target)
+    kept = {key.replace("l/", "h/"): array for key, array in source.items()}
+    check_same(kept, apply(learn(source, kept), source))
+
+
+def test_other_integers_are_not_cast() -> None:
+    source = {"a/step": np.ones(3, np.int32), "a/w": np.ones(3, np.float32)}
+    target = {"b/step": np.ones(3, np.int64), "b/w": np.ones(3, np.float64)}
+
+    text = learn(source, target)
+
+    assert "# 1 of 2 leaves of the source, 1 of 2" in text
+    assert 'operations = [{cast = "float64"}]' in text
+
+
 def test_equal_values_decide_and_names_do_not() -> None:
     source = draw_arrays({"a/w": (4, 4), "b/w": (4, 4)})
     target = {"a/x": source["b/w"].T, "b/x": source["a/w"]}

@@ -20,7 +20,6 @@ from functools import cached_property
 from itertools import chain, combinations, islice, permutations, product
 from typing import Any, Final, TypeAlias
 
-from storesvc.format.dtypes import is_floating
 from storesvc.format.grids import Region
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._mapping.expressions import Array, Shape
@@ -48,6 +47,7 @@ MAX_TURNED: Final = 5
 
 _NUMBER: Final = re.compile(r"(?<![^/._])(0|[1-9][0-9]{0,8})(?![^/.])")
 
+_Parts: TypeAlias = "tuple[tuple[str, _Family], ...]"
 Rule: TypeAlias = dict[str, Any]
 Operations: TypeAlias = list[dict[str, Any]]
 Read: TypeAlias = Callable[[Sequence[tuple[str, Region]]], Sequence[Array]]
@@ -189,9 +189,7 @@ def _join(left: Sequence[_Family], right: Sequence[_Family]) -> Iterator[_Match]
         yield from (_Match((one,), each) for each in _order(sums[1][one.size], one))
 
 
-def _find_sums(
-    families: Sequence[_Family],
-) -> dict[int, list[tuple[tuple[str, _Family], ...]]]:
+def _find_sums(families: Sequence[_Family]) -> dict[int, list[_Parts]]:
     """Returns families that differ in one part of their keys, with that part, by the
     number of their elements together."""
     groups = defaultdict[Any, list[tuple[str, _Family]]](list)
@@ -200,7 +198,7 @@ def _find_sums(
         for at, part in enumerate(parts):
             key = (*parts[:at], "", *parts[at + 1 :]), each.axes, each.leaves[0].dtype
             groups[key].append((part, each))
-    found = defaultdict[int, list[tuple[tuple[str, _Family], ...]]](list)
+    found = defaultdict[int, list[_Parts]](list)
     for group in groups.values():
         for count in range(2, MAX_JOINED + 1) if len(group) <= MAX_ALIKE else ():
             for chosen in combinations(group, count):
@@ -208,9 +206,7 @@ def _find_sums(
     return found
 
 
-def _order(
-    sums: Iterable[tuple[tuple[str, _Family], ...]], one: _Family
-) -> Iterator[tuple[_Family, ...]]:
+def _order(sums: Iterable[_Parts], one: _Family) -> Iterator[tuple[_Family, ...]]:
     """Yields families in each order, first that in the name of another one: q, k and v
     of qkv, gate and up of gate_up."""
     text = "/".join(one.texts)
@@ -220,22 +216,18 @@ def _order(
 
 
 def _propose(match: _Match) -> Iterator[Rule]:
-    """Yields the rules that shapes permit."""
+    """Yields rules that may fit."""
     first, last = match.sources[0], match.targets[0]
     mine, names, at = first.names, list[str](), 0
     for axis in last.axes:
         is_kept = axis in first.axes[at:]
         names.append(mine[first.axes.index(axis, at)] if is_kept else f"at{len(names)}")
         at = first.axes.index(axis, at) + 1 if is_kept else at
-    dtypes = first.leaves[0].dtype, last.leaves[0].dtype
-    if dtypes[0] != dtypes[1] and not all(map(is_floating, dtypes)):
-        return
-    cast = [] if dtypes[0] == dtypes[1] else [{"cast": dtypes[1]}]
+    dtype = last.leaves[0].dtype
+    cast = [] if first.leaves[0].dtype == dtype else [{"cast": dtype}]
     new = [name for name in names if name not in mine]
     gone = [name for name in mine if name not in names]
     axes = dict(zip((*mine, *names), (*first.axes, *last.axes), strict=True))
-    if any(axes[name] != (*range(len(axes[name])),) for name in (*new, *gone)):
-        return
     for away, onto in product(
         _peel(first.shape, [len(axes[name]) for name in new]),
         _peel(last.shape, [len(axes[name]) for name in gone]),
@@ -252,12 +244,10 @@ def _propose(match: _Match) -> Iterator[Rule]:
             [_strip(each.shape, onto) for each in match.targets],
         ):
             operations = [*begin, *change, *reversed(end), *cast]
-            kinds = {each.leaves[0].kind for each in (first, last)}
-            if kinds <= ARRAYS or (not operations and len(kinds) == 1):
-                yield {
-                    "from": [each.name(mine, INTEGER) for each in match.sources],
-                    "to": [each.name(names) for each in match.targets],
-                } | ({"operations": operations} if operations else {})
+            yield {
+                "from": [each.name(mine, INTEGER) for each in match.sources],
+                "to": [each.name(names) for each in match.targets],
+            } | ({"operations": operations} if operations else {})
 
 
 def _peel(shape: Shape, sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -317,6 +307,10 @@ def _is_finer(fine: Shape, coarse: Shape) -> bool:
     return next(ends) <= next(ends) and math.prod(fine) == math.prod(coarse)
 
 
+def _outline(leaf: Leaf) -> tuple[Any, ...]:
+    return leaf.key, leaf.shape, leaf.dtype, leaf.kind in ARRAYS or leaf.kind
+
+
 def _fits(rule: Rule, match: _Match, read: tuple[Read, Read] | None) -> bool:
     """Returns whether a rule makes the leaves of the target, and their elements."""
     leaves = chain.from_iterable(each.leaves for each in match.sources)
@@ -326,8 +320,8 @@ def _fits(rule: Rule, match: _Match, read: tuple[Read, Read] | None) -> bool:
         made = plan_mapping(document, tree, name="source").leaves
     except MismatchError:
         return False
-    wanted = {(x.key, x.shape, x.dtype) for each in match.targets for x in each.leaves}
-    if wanted != {(x.leaf.key, x.leaf.shape, x.leaf.dtype) for x in made}:
+    wanted = {_outline(leaf) for each in match.targets for leaf in each.leaves}
+    if wanted != {_outline(each.leaf) for each in made}:
         return False
     for each in (*made[:: len(made) // 4 + 1], made[-1]) if read else ():
         side = int(SAMPLE_ELEMENTS ** (1 / max(1, len(each.leaf.shape))))

@@ -1,9 +1,9 @@
 """Creates and updates the records of runs, with one conditional write per change."""
 
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from storesvc.auth.call import principal_name
 from storesvc.catalog.catalog import Catalog
@@ -16,9 +16,9 @@ from storesvc.format.names import RunName
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-RunField: TypeAlias = Literal["labels", "retention", "purge_delay"]
+RunField: TypeAlias = Literal["labels", "retention", "purge_delay", "migrations"]
 
-RUN_FIELDS: Final[tuple[RunField, ...]] = ("labels", "retention", "purge_delay")
+RUN_FIELDS: Final[tuple[RunField, ...]] = get_args(RunField)
 """Fields that an update may set."""
 
 _TRIES: Final = 10
@@ -45,6 +45,11 @@ class Runs:
             await write_record(self._bucket, path, record, condition=IF_ABSENT)
         found = await read_record(self._bucket, path, pb.RunRecord)
         return found[0] if found else record
+
+    async def migrations(self, name: RunName) -> Sequence[bytes]:
+        """Returns the migrations of a run; none if it has no record."""
+        found = await read_record(self._bucket, layout.run_record(name), pb.RunRecord)
+        return () if found is None else found[0].migrations
 
     async def update(
         self,

@@ -59,7 +59,7 @@ class CheckpointService:
             find=lambda last, limit: catalog.runs(space, after=last, limit=limit),
             parse=RunName.parse,
             key=str,
-            show=lambda _, run: messages.run_message(run),
+            show=lambda _, run: messages.run_row_message(run),
         )
         return checkpoint_api.ListRunsResponse(
             runs=page.rows, damaged=page.damaged, next_page_token=page.token
@@ -136,15 +136,27 @@ class CheckpointService:
     async def ReadManifest(
         self, request: checkpoint_api.ReadManifestRequest, context: Context
     ) -> None:
-        name, catalog = CheckpointName.from_resource(request.name), self._store.catalog
-        if request.uid:
-            record = await catalog.checkpoint_with_uid(name, request.uid)
-        else:
-            record = await catalog.checkpoint(name)
-        checkpoint = messages.checkpoint_message(name.run, record)
-        response = checkpoint_api.ReadManifestResponse(checkpoint=checkpoint)
+        name = CheckpointName.from_resource(request.name)
+        record, migrations = await self._find(name, request)
+        response = checkpoint_api.ReadManifestResponse(
+            checkpoint=messages.checkpoint_message(name.run, record),
+            migrations=migrations,
+        )
         await write(context, response)
         await self._send_manifest(name.run, record, context)
+
+    async def _find(
+        self, name: CheckpointName, request: checkpoint_api.ReadManifestRequest
+    ) -> tuple[pb.CheckpointRecord, Sequence[bytes]]:
+        """Returns a checkpoint, and the migrations that are requested."""
+        catalog = self._store.catalog
+        if request.uid:
+            looking = catalog.checkpoint_with_uid(name, request.uid)
+        else:
+            looking = catalog.checkpoint(name)
+        if not request.with_migrations:
+            return await looking, ()
+        return await asyncio.gather(looking, self._store.runs.migrations(name.run))
 
     async def _send_manifest(
         self, run: RunName, record: pb.CheckpointRecord, context: Context
@@ -327,6 +339,7 @@ def run_change(
     if given.HasField("purge_delay"):
         requests.duration("run.purge_delay", given.purge_delay, most=MAX_PURGE_DELAY)
         record.purge_delay.CopyFrom(given.purge_delay)
+    record.migrations.extend(given.migrations)
     return record, [field for field in RUN_FIELDS if field in paths]
 
 

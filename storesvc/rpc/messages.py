@@ -113,6 +113,13 @@ def run_message(summary: RunSummary) -> checkpoint_api.Run:
     )
 
 
+def run_row_message(summary: RunSummary) -> checkpoint_api.Run:
+    """Returns the message for a run of a list, without its migrations."""
+    message = run_message(summary)
+    message.ClearField("migrations")
+    return message
+
+
 def retention_response(
     outcomes: Iterable[Outcome],
 ) -> checkpoint_api.ApplyRetentionResponse:

@@ -207,7 +207,7 @@ def _update_run(request: Any) -> Iterator[Need]:
     run = RunName.from_resource(request.run.name)
     paths = set(request.update_mask.paths)
     yield Permission.RUNS_UPDATE, run
-    if paths & {"retention", "purge_delay"}:
+    if paths & {"retention", "purge_delay", "migrations"}:
         yield Permission.RUNS_SET_POLICY, run
 
 

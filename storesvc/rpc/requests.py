@@ -226,6 +226,7 @@ COUNTS: Final = MappingProxyType(
         "storesvc.v1.Sharding.axis_sizes": MAX_RANK,
         "storesvc.v1.Sharding.spec": MAX_RANK,
         "storesvc.v1.DimensionAxes.axes": MAX_RANK,
+        "storesvc.v1.Run.migrations": 64,
         "storesvc.v1.WriterReport.phases": MAX_PHASES,
         "storesvc.v1.ChunkTable.ordinal": MAX_PART_CHUNKS,
         "storesvc.v1.ChunkTable.crc32c": MAX_PART_CHUNKS,

@@ -165,3 +165,27 @@ def test_rules_are_proposed_from_two_checkpoints(
     assert 'operations = [{transpose = [1, 0]}, {stack = {axis = 0, by = "n"}}]' in text
     assert "none for step" in undecided
     assert "1 leaf of 4 leaves, 1 dropped" in checked
+
+
+def test_migrations_are_added_listed_and_removed(
+    server_address: str, tmp_path: Path
+) -> None:
+    with store.connect(server_address) as client:
+        run = client.run("mapped/migrated")
+        run.save(1, {"a": np.ones(3)}).result()
+        run.save(2, {"b": np.ones(3)}).result()
+        file = tmp_path / "renamed.toml"
+        file.write_text('version = 1\n[[rules]]\nfrom = "a"\nto = "b"\n')
+        command = (server_address, "map", "migrate")
+
+        assert [] == document(*command, "mapped/migrated")
+        added = printed(*command, "mapped/migrated@1", str(file))
+        (found,) = document(*command, "mapped/migrated")
+        migrated = run.restore(1)
+        removed = document(*command, "mapped/migrated", "--remove", found["digest"])
+        error = refusal(*command, "mapped/migrated@2", str(file))
+
+        assert [["renamed.toml", "1"]] == [row[1:] for row in table(added)[1:]]
+        assert (["b"], []) == ([*migrated], removed)
+        assert ["a"] == [*run.restore(1)]
+        assert "none for b" in error

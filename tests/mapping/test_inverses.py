@@ -21,15 +21,20 @@ LAYERS = {f"l/{n}/{name}": W + n for n in range(3) for name in "qk"}
 
 
 def turn(document: Document, arrays: Arrays) -> tuple[Document, Arrays]:
-    """Returns the inverse of a document, and what it makes of the target."""
+    """Returns the inverse of a document, and what it makes of the target; composed with
+    the document it makes the same of the source."""
     rules, tree = check_rules(document, name="rules"), describe_tree(arrays)
     mapped = plan_mapping(rules, tree, name="source")
     made = build_all(mapped, arrays)
     inverse = invert_rules(mapped, tree)
-    back = plan_mapping(
-        check_rules(inverse, name="inverse"), describe_tree(made), name="target"
-    )
-    return inverse, build_all(back, made)
+    checked = check_rules(inverse, name="inverse")
+    back = plan_mapping(checked, describe_tree(made), name="target")
+    found = build_all(back, made)
+    composed = plan_mapping(checked, mapped, name="target")
+    assert back.tree.by_key == composed.tree.by_key
+    for key, array in build_all(composed, arrays).items():
+        assert found[key].tobytes() == array.tobytes()
+    return inverse, found
 
 
 def check_turn(document: Document, arrays: Arrays) -> Document:

@@ -122,3 +122,13 @@ def test_elements_are_copied_in_blocks_as_they_are_at_once(random: Random) -> No
         expressions.copy_elements(into, array)
 
     np.testing.assert_array_equal(array, into)
+
+
+def test_the_time_of_a_plan_grows_with_its_operations_alone() -> None:
+    """Each of these would double it otherwise, and a document may have 32."""
+    operations = [{"transpose": [1, 0]}, {"reshape": [-1, 2]}] * 16
+    rule = {"from": "w", "to": "v", "operations": operations}
+
+    mapped = plan([rule], {"w": np.ones((4, 2), np.float32)})
+
+    assert (4, 2) == mapped.leaves[0].leaf.shape

@@ -29,9 +29,9 @@ from storesvc.format.trees import Leaf, Tree
 from storesvc_client._api.groups import (
     Retention,
     Tags,
-    configure_run,
     get_run,
     update_checkpoint,
+    update_run,
 )
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._chunks.memory import Bytes, cut_batches
@@ -49,7 +49,6 @@ from storesvc_client._save.transfer import (
 from storesvc_client._telemetry.progress import Meter, ProgressCallback
 from storesvc_client._values.models import (
     Checkpoint,
-    RunInfo,
     Transfer,
     with_provenance,
 )
@@ -59,6 +58,7 @@ from storesvc_client.errors import (
     NotFoundError,
     PreconditionError,
 )
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
     from storesvc_client._api.run import RunParts
@@ -107,7 +107,7 @@ class RunCopy:
             StoreError: A store failed; the checkpoints before are copied.
         """
         # 1. Reject.
-        record = RunInfo.from_message(get_run(self._from))
+        source = get_run(self._from)
         wanted = _find_wanted(self._place, list_committed(self._from), steps)
         present = list_committed(self._to)
         for checkpoint in wanted:
@@ -125,9 +125,14 @@ class RunCopy:
         try:
             get_run(self._to)
         except NotFoundError:
-            configure_run(
-                self._to, labels=record.labels, purge_delay=record.purge_delay
-            )
+            message, paths = api.Run(labels=source.labels), ["labels"]
+            if source.HasField("purge_delay"):
+                message.purge_delay.CopyFrom(source.purge_delay)
+                paths.append("purge_delay")
+            if source.migrations:
+                message.migrations.extend(source.migrations)
+                paths.append("migrations")
+            update_run(self._to, message, paths, None)
         # 3. The checkpoints.
         for checkpoint in wanted:
             found = present.get(checkpoint.step)

@@ -179,6 +179,7 @@ class Opening:
         )
         self._spread = distributed.spread
         self._ends = NEVER
+        self._migrates = False
         self._newest: NewestWhole | None = None
 
     def _use(
@@ -215,6 +216,16 @@ class Opening:
         """Opens as ``Run.open``: in a job, once all processes have the same one."""
         from storesvc_client._restore.checkpoint import OpenCheckpoint
 
+        return OpenCheckpoint(self.read(migrates=False))
+
+    def read(self, *, migrates: bool) -> "CheckpointReader":
+        """Returns the reader of the checkpoint; see ``open``.
+
+        Args:
+            migrates: Whether restores apply the migrations of the run.
+        """
+        self._migrates = migrates
+
         def act(
             reader: "CheckpointReader", joint: "JointRestore | None", _: Deadline
         ) -> "CheckpointReader":
@@ -222,7 +233,7 @@ class Opening:
                 joint.check(reader.info.uid, "")
             return reader
 
-        return OpenCheckpoint(self._use(act))
+        return self._use(act)
 
     def restore(
         self,
@@ -250,13 +261,16 @@ class Opening:
             # processes, is known before the tree is read, and in a job by all
             # processes.
             give = reader.items.prepare_restore(*data) if data else lambda: None
-            wanted, put = (request, None) if prepare is None else prepare(reader)
+            wanted, put = request, None
+            if prepare is not None:
+                wanted, put = prepare(reader.map_or_migrate(None))
             state = reader.restore_within(joint, ends, wanted or RestoreRequest())
             if put is not None:
                 put(state)
             give()
             return OpenCheckpoint(reader), state
 
+        self._migrates = request is None or request.mapping is None
         # The manifest is read in the same trace, which has all attempts.
         run = str(self._stub.name)
         with self._session.telemetry.tracing("storesvc.run.restore", run=run):
@@ -294,6 +308,7 @@ class Opening:
             spread=self._spread,
             deadline=ends,
             damaged={} if newest is None else newest.damaged,
+            with_migrations=self._migrates,
         )
 
     def _check(self) -> None:

@@ -30,6 +30,7 @@ from storesvc_client._api.groups import (
     watch,
 )
 from storesvc_client._api.loop import Loop
+from storesvc_client._api.migrations import Migrations
 from storesvc_client._api.opening import Opening
 from storesvc_client._pictures.plots import Plot, make_plot
 from storesvc_client._rpc.connection import OnDamage, RunStub
@@ -112,6 +113,7 @@ class RunParts:
     stub: RunStub
     saver: RunSaver
     defaults: SaveOptions
+    opening: Callable[..., Opening]
 
     def begin(
         self,
@@ -144,12 +146,14 @@ class Run:
         """Holds: ``create``, ``release``, ``list``."""
         self.retention = Retention(stub)
         """Retention policy: ``get``, ``set``, ``preview``, ``apply``."""
+        self.migrations = Migrations(session, stub)
+        """Rules for older checkpoints: ``list``, ``add``, ``remove``."""
         self.uploads = Uploads(stub)
         """Uploads: ``list``, ``get``, ``abort``."""
         self._session = session
         self._stub = stub
         self._opening = partial(Opening, session, stub)
-        self._parts = RunParts(session, stub, saver, defaults)
+        self._parts = RunParts(session, stub, saver, defaults, self._opening)
 
     def __repr__(self) -> str:
         return f"<Run {self.name} of {self._session.connection.address}>"
@@ -291,7 +295,8 @@ class Run:
     ) -> Like:
         """Returns the state of a checkpoint, with every bit as it was saved.
 
-        It is ``run.open(which).restore(...)`` in one call. Shards stream into one
+        It is ``run.open(which).restore(...)`` in one call, with the migrations of the
+        run. Shards stream into one
         buffer each, and from there onto their devices; no byte is read that no local
         device needs. Only jax's flag of weak types is lost: no public function sets it.
 
@@ -340,7 +345,8 @@ class Run:
             mapping: Rules that make another tree of the checkpoint, with which all
                 other arguments work: a TOML or JSON file, or a parsed document. Only
                 what the wanted parts are made of is read. Every part of a key is then
-                a text.
+                a text. None: the migrations of the run that were made for its tree; see
+                ``run.migrations``.
             progress: Called with a ``Progress``; see ``ProgressCallback``.
 
         Raises:

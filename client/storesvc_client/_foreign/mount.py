@@ -36,7 +36,7 @@ from storesvc_client._foreign.source import StepSource
 from storesvc_client._foreign.steps import item_name
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.items import Items
-from storesvc_client._restore.mapped import MappedSource, load_rules
+from storesvc_client._restore.mapped import MappedReader, MappedSource, load_rules
 from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._telemetry.progress import Meter, ProgressCallback
 from storesvc_client._telemetry.reports import RestoreReport
@@ -581,6 +581,8 @@ class ForeignReader(TreeReader):
             with meter.phase("rebuild"):
                 result = target.result()
         self.report = self._report(source, assembly)
+        if isinstance(view, MappedReader):
+            self.report = replace(self.report, mapping=view.mapped.name)
         return result
 
     def _lost_text(self) -> str:

@@ -202,7 +202,8 @@ class Transpose(_Changed):
 
     @property
     def chunk_shape(self) -> Shape:
-        return tuple(self.inner.chunk_shape[axis] for axis in self.axes)
+        inner = self.inner.chunk_shape
+        return tuple(inner[axis] for axis in self.axes)
 
     def back(self, region: Region) -> Region:
         places = np.argsort(self.axes).tolist()
@@ -393,20 +394,15 @@ class Reshape(_Changed):
     @property
     def chunk_shape(self) -> Shape:
         found: list[int] = []
+        chunk = self.inner.chunk_shape
         for source, target in self._groups:
-            left = math.prod(
-                min(c, max(n, 1))
-                for c, n in zip(
-                    self.inner.chunk_shape[source],
-                    self.inner.shape[source],
-                    strict=True,
-                )
-            )
-            sizes = []
+            sizes = zip(chunk[source], self.inner.shape[source], strict=True)
+            left = math.prod(min(c, max(n, 1)) for c, n in sizes)
+            wanted = []
             for n in reversed(self.shape[target]):
-                sizes.append(max(1, min(n, left)))
+                wanted.append(max(1, min(n, left)))
                 left = max(1, left // max(n, 1))
-            found += reversed(sizes)
+            found += reversed(wanted)
         return tuple(found)
 
     def _cover(self, region: Region) -> Region:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final, TypeAlias
 
+from storesvc.format.checksums import digest
 from storesvc.format.keys import (
     InvalidKeyError,
     check_key,
@@ -95,18 +96,37 @@ class MappedTree:
     steps: Mapping[str, Sequence[Streams]] = field(repr=False)
     """The streams of each rule by its place: those that it begins with, and those after
     each of its operations."""
+    before: "MappedTree | None" = field(default=None, repr=False)
+    """The mapping whose tree this one takes; None: it takes a stored tree."""
     tree: Tree = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", Tree(tuple(each.leaf for each in self.leaves)))
 
+    @property
+    def name(self) -> str:
+        """Names of the rules, in their order."""
+        return (
+            f"{self.before.name}, {self.rules.name}"
+            if self.before
+            else (self.rules.name)
+        )
 
-def plan_mapping(rules: Rules, source: Tree, *, name: str) -> MappedTree:
+    @property
+    def digest(self) -> str:
+        """Digest of the rules, in hexadecimal; of several mappings, of all of them."""
+        if self.before is None:
+            return self.rules.digest
+        return digest(f"{self.before.digest} {self.rules.digest}".encode()).hex()
+
+
+def plan_mapping(rules: Rules, source: Tree | MappedTree, *, name: str) -> MappedTree:
     """Returns the tree that rules make of a source.
 
     Args:
         rules: The rules.
-        source: Its tree; items do not count.
+        source: Its tree; items do not count. A mapped one is made of the stored arrays,
+            too: expressions are composed.
         name: Name of the source, for messages.
 
     Raises:
@@ -129,11 +149,21 @@ def make_source(tree: Tree, row: int) -> Source:
 
 
 class _Planner:
-    def __init__(self, rules: Rules, source: Tree, name: str) -> None:
+    def __init__(self, rules: Rules, source: Tree | MappedTree, name: str) -> None:
         self._rules = rules
-        self._source = source
         self._name = name
-        self._leaves = source.leaves[: source.tree_count]
+        self._before = source if isinstance(source, MappedTree) else None
+        tree = source.tree if isinstance(source, MappedTree) else source
+        self._leaves = tree.leaves[: tree.tree_count]
+        self._expressions = (
+            [each.expression for each in source.leaves]
+            if isinstance(source, MappedTree)
+            else [make_source(tree, row) for row in range(tree.tree_count)]
+        )
+        """The array of each leaf."""
+        found = zip(self._expressions, self._leaves, strict=True)
+        self._stored = {x.row: leaf for x, leaf in found if isinstance(x, Source)}
+        """Leaves that are arrays as they are stored, by the row of these."""
         self._problems: list[str] = []
         self._made: dict[str, MappedLeaf] = {}
         """Leaves of the target by key."""
@@ -157,7 +187,7 @@ class _Planner:
         match self._rules.otherwise:
             case "keep":
                 for row in unmatched:
-                    self._make(self._leaves[row].key, self._take(row), None)
+                    self._make(self._leaves[row].key, self._expressions[row], None)
             case "drop":
                 dropped += (self._leaves[row].key for row in unmatched)
             case _:
@@ -176,11 +206,12 @@ class _Planner:
                 metadata={"problems": str(len(self._problems))},
             )
         return MappedTree(
-            self._rules, tuple(leaves), tuple(sorted(dropped)), self._steps
+            self._rules,
+            tuple(leaves),
+            tuple(sorted(dropped)),
+            self._steps,
+            self._before,
         )
-
-    def _take(self, row: int) -> Source:
-        return make_source(self._source, row)
 
     # 1. Which rule takes which leaf.
 
@@ -279,13 +310,13 @@ class _Planner:
                     f"{absent[0]!r}"
                 )
                 continue
-            streams[binding] = tuple(self._take(found[binding]) for found in rows)
-            for each in streams[binding] if rule.operations else ():
-                assert isinstance(each, Source)
-                if each.kind not in ARRAYS:
-                    kind = pb.LeafKind.Name(pb.LeafKind.ValueType(each.kind))
+            taken = [found[binding] for found in rows]
+            streams[binding] = tuple(self._expressions[row] for row in taken)
+            for leaf in [self._leaves[row] for row in taken] if rule.operations else ():
+                if leaf.kind not in ARRAYS:
+                    kind = pb.LeafKind.Name(pb.LeafKind.ValueType(leaf.kind))
                     self._problems.append(
-                        f"{rule}: {describe(self._leaves[each.row].key)}: expected an "
+                        f"{rule}: {describe(leaf.key)}: expected an "
                         f"array, got {kind}; only its key can change"
                     )
         return streams
@@ -318,7 +349,7 @@ class _Planner:
 
     def _describe_leaf(self, key: str, kinds: str, expression: Expression) -> Leaf:
         if isinstance(expression, Source):
-            own = self._leaves[expression.row]
+            own = self._stored[expression.row]
             return replace(own, key=key, path_kinds=kinds)
         used = {each.kind for each in expression.sources()}
         is_host = bool(used) and pb.LEAF_KIND_ARRAY not in used

@@ -21,6 +21,7 @@ from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._restore.joint import JointRestore, join_restore
 from storesvc_client._restore.mapped import MappedReader, MappedSource
+from storesvc_client._restore.migrations import migrate
 from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._restore.sources import BucketSource, FileSource, ServerSource
 from storesvc_client._restore.spread import PeerSource, SpreadPlan, may_spread
@@ -58,8 +59,8 @@ if TYPE_CHECKING:
 
     from storesvc_client._export.elements import Source
     from storesvc_client._export.exporting import ExportReport, OrbaxLayout
-    from storesvc_client._mapping.planning import MappedTree
     from storesvc_client._pytree.restore_target import Target
+    from storesvc_client._values.options import AnyMapping
 
 SPREAD_BYTES: Final = 64 << 20
 """Bytes read more than once across processes from which a restore is spread."""
@@ -94,9 +95,11 @@ class CheckpointReader(TreeReader):
         job: Job | None = None,
         spread: bool | None = None,
         damaged: Mapping[int, str] = MappingProxyType({}),
+        migrations: Sequence[bytes] = (),
     ) -> None:
         self.info = info
         """The checkpoint as the catalog had it when it was read."""
+        self._migrations = migrations
         super().__init__(manifest.tree, allocate=session.blocks.take, job=job)
         self._held_by = held_by
         self._spread = spread
@@ -117,6 +120,13 @@ class CheckpointReader(TreeReader):
         start, stop = self.tree.first_chunk[row : row + 2]
         digests: NDArray[np.uint8] = self.manifest.sums.digests[start:stop]
         return digests
+
+    def map_or_migrate(self, mapping: "AnyMapping | None") -> TreeReader:
+        """Returns the reader of the tree that a mapping makes; without one, of the tree
+        that the migrations of the run make, if they were read."""
+        if mapping is not None:
+            return self.map(mapping)
+        return migrate(self, self._migrations, place=str(self._name.run))
 
     def restore(self, request: RestoreRequest, deadline: DurationLike) -> Any:
         with join_restore(self.job, str(self._name.run)) as joint:
@@ -170,12 +180,12 @@ class CheckpointReader(TreeReader):
         chosen = request.patterns(self.name)
         with meter:
             with meter.phase("plan"):  # 1. rejects what cannot be restored
-                view = self.map(request.mapping)
+                view = self.map_or_migrate(request.mapping)
                 if self._spread and view is not self:
                     raise InvalidRequestError(
-                        f"restore of {self.name}: expected spread= without mapping=, "
-                        "got both; leave spread= out, and each process reads what its "
-                        "devices need"
+                        f"restore of {self.name}: expected spread= without mapping= "
+                        "and migrations, got both; leave spread= out, and each process "
+                        "reads what its devices need"
                     )
                 rows = view.select_rows(chosen)
                 target = Target.choose(
@@ -212,6 +222,7 @@ class CheckpointReader(TreeReader):
             joint,
             reading_seconds,
             damaged=dict(self._damaged),
+            mapping=view.mapped.name if isinstance(view, MappedReader) else "",
         )
         return result, report
 
@@ -231,7 +242,7 @@ class CheckpointReader(TreeReader):
     def make_export_source(
         self,
         select: Sequence[Pattern] | None,
-        mapping: "MappingRules | MappedTree | None",
+        mapping: "AnyMapping | None",
     ) -> "Source":
         from storesvc_client._export.elements import BucketPool, Source
 
@@ -253,9 +264,7 @@ class CheckpointReader(TreeReader):
             bucket_pool=BucketPool(storage=root.storage, path=pool)
             if isinstance(root, BucketRoot)
             else None,
-            mapping_digest=view.mapped.rules.digest
-            if isinstance(view, MappedReader)
-            else "",
+            mapping_digest=view.mapped.digest if isinstance(view, MappedReader) else "",
         )
 
     @contextmanager
@@ -343,7 +352,7 @@ class CheckpointReader(TreeReader):
         is_worth_it = is_far and plan.saved_bytes >= SPREAD_BYTES and may_spread()
         rules = ""
         if isinstance(view, MappedReader):
-            rules, is_worth_it = view.mapped.rules.digest, False
+            rules, is_worth_it = view.mapped.digest, False
         # only some processes may reach the disk, so process 0's choice applies to all
         choice = joint.check(
             f"{self.info.uid} {spread} {plan.digest} {rules}",
@@ -489,6 +498,7 @@ def _report(
     seconds: float,
     *,
     damaged: Mapping[int, str],
+    mapping: str,
 ) -> RestoreReport:
     """Returns the report of a restore, once all processes have ended it; this one
     spent ``seconds`` reading or exchanging chunks."""
@@ -524,6 +534,7 @@ def _report(
         slowest_seconds=own.slowest_seconds,
         slowest_process=slowest_process,
         damaged=damaged,
+        mapping=mapping,
     )
 
 
@@ -542,6 +553,7 @@ def read_checkpoint(
     spread: bool | None = None,
     deadline: Deadline = NEVER,
     damaged: Mapping[int, str] = MappingProxyType({}),
+    with_migrations: bool = False,
 ) -> CheckpointReader:
     """Reads the manifest of a checkpoint, and returns a reader of its chunks.
 
@@ -554,15 +566,18 @@ def read_checkpoint(
         spread: As for ``Distributed``.
         deadline: Deadline for the manifest.
         damaged: Newer checkpoints that were skipped because of damage, for reports.
+        with_migrations: Whether it is restored as the migrations of its run show it.
 
     Raises:
         NotFoundError: There is no such checkpoint.
         DataLossError: Its manifest is corrupt.
         UnavailableError: The manifest could not be read before the deadline.
     """
-    request = api.ReadManifestRequest(name=name.resource, uid=uid)
+    request = api.ReadManifestRequest(
+        name=name.resource, uid=uid, with_migrations=with_migrations
+    )
     try:
-        message, manifest = _read_manifest(session.connection, name, request, deadline)
+        first, manifest = _read_manifest(session.connection, name, request, deadline)
     except UnavailableError as e:
         if deadline.left > 0:
             raise
@@ -570,16 +585,16 @@ def read_checkpoint(
             f"{name}: expected its manifest within {deadline.seconds:g} s, but it is "
             f"missing ({e}); check the storage, or pass a longer deadline="
         ) from e
-    info = Checkpoint.from_message(message)
     return CheckpointReader(
         session,
         name.run,
-        info,
+        Checkpoint.from_message(first.checkpoint),
         manifest,
         held_by=held_by,
         job=job,
         spread=spread,
         damaged=damaged,
+        migrations=first.migrations,
     )
 
 
@@ -588,17 +603,18 @@ def _read_manifest(
     name: CheckpointName,
     request: api.ReadManifestRequest,
     deadline: Deadline,
-) -> tuple[api.Checkpoint, Manifest]:
-    """Returns a checkpoint and its manifest; reads a corrupt manifest a second time,
-    because the first read may have been corrupted in transit."""
+) -> tuple[api.ReadManifestResponse, Manifest]:
+    """Returns the first response and the manifest; reads a corrupt manifest a second
+    time, because the first read may have been corrupted in transit."""
     for is_last in (False, True):
-        message, data = connection.retry(
+        first, data = connection.retry(
             "ReadManifest",
             lambda: _manifest_bytes(
                 connection, request, timeout=connection.seconds(deadline)
             ),
             deadline=deadline,
         )
+        message = first.checkpoint
         try:
             with collector_paused():
                 manifest = unpack_manifest(
@@ -619,20 +635,21 @@ def _read_manifest(
                 "correct",
                 name,
             )
-        return message, manifest
+        return first, manifest
     raise AssertionError
 
 
 def _manifest_bytes(
     connection: Connection, request: api.ReadManifestRequest, *, timeout: float
-) -> tuple[api.Checkpoint, bytes]:
+) -> tuple[api.ReadManifestResponse, bytes]:
     stub = connection.checkpoints
-    message, parts, size = api.Checkpoint(), [], 0
+    first, parts, size = api.ReadManifestResponse(), [], 0
     with translate_rpc_errors(connection.address):
         stream = stub.ReadManifest(request, timeout=timeout)
         for response in stream:
+            message = first.checkpoint
             if response.HasField("checkpoint"):
-                message = response.checkpoint
+                first, message = response, response.checkpoint
                 if not 0 <= message.manifest_bytes <= MAX_MANIFEST_BYTES:
                     raise DataLossError(
                         f"store {connection.address} announced a manifest of "
@@ -645,10 +662,11 @@ def _manifest_bytes(
                 stream.cancel()
                 break
             parts.append(response.part)
-    if size > message.manifest_bytes:
+    if size > first.checkpoint.manifest_bytes:
         raise DataLossError(
             f"store {connection.address} sent a manifest of more than the "
-            f"{message.manifest_bytes} bytes that it announced; use another checkpoint",
+            f"{first.checkpoint.manifest_bytes} bytes that it announced; use another "
+            "checkpoint",
             reason="CORRUPT_DATA",
         )
-    return message, b"".join(parts)
+    return first, b"".join(parts)

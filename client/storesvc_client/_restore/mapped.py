@@ -117,8 +117,7 @@ class MappedReader(TreeReader):
             MismatchError: They do not fit the tree; lists all that is wrong.
         """
         if not isinstance(mapping, MappedTree):
-            rules = load_rules(mapping)
-            mapping = plan_mapping(rules, inner.tree, name=inner.name)
+            mapping = plan_mapping(load_rules(mapping), inner.tree, name=inner.name)
         items = range(inner.tree.tree_count, len(inner.tree.leaves))
         tree = Tree((*mapping.tree.leaves, *(inner.tree.leaves[row] for row in items)))
         super().__init__(tree, allocate=inner.allocate)
@@ -135,15 +134,15 @@ class MappedReader(TreeReader):
     @property
     def name(self) -> str:
         """Name of the checkpoint and of the rules."""
-        return f"{self.inner.name} mapped by {self.mapped.rules.name}"
+        return f"{self.inner.name} mapped by {self.mapped.name}"
 
     def map(self, mapping: "AnyMapping | None") -> "TreeReader":
         if mapping is None:
             return self
-        raise InvalidRequestError(
-            f"{self.name}: expected one mapping, got another one; write one document "
-            "of rules for both"
-        )
+        if not isinstance(mapping, MappedTree):
+            rules = load_rules(mapping)
+            mapping = plan_mapping(rules, self.mapped, name=self.name)
+        return MappedReader(self.inner, mapping)
 
     @cached_property
     def manifest(self) -> Manifest:

@@ -266,13 +266,17 @@ class RestoreReport(_Report):
     is_verified: bool = True
     """True if each chunk was compared with a stored checksum. False for checkpoints of
     other projects whose formats have none."""
+    mapping: str = ""
+    """Names of the rules that made the tree, of ``mapping=`` or of migrations of the
+    run; "" if it was restored as it is stored."""
 
     def __repr__(self) -> str:
         read, returned = size_text(self.read_bytes), size_text(self.returned_bytes)
         unverified = "" if self.is_verified else ", unverified"
+        mapped = f" mapped by {self.mapping}" if self.mapping else ""
         return (
-            f"<RestoreReport {self.run}@{self.step}, {read} read, {returned} returned, "
-            f"{self.seconds:.3g} s{unverified}>"
+            f"<RestoreReport {self.run}@{self.step}{mapped}, {read} read, "
+            f"{returned} returned, {self.seconds:.3g} s{unverified}>"
         )
 
     def _repr_html_(self) -> str:

@@ -30,12 +30,12 @@ from storesvc.format.names import Which
 from storesvc_client._api.run import Run
 from storesvc_client._foreign.mount import ForeignRun
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
-from storesvc_client._restore.open_tree import get_reader
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     DEFAULT_DEADLINE,
     Distributed,
     Indivisible,
+    MappingRules,
     Missing,
     OnMismatch,
     OptState,
@@ -500,7 +500,9 @@ class EasyDeLState(struct.PyTreeNode):
                 "expected a state with tx to load for, got none; see init_tx"
             )
         with open_run(load_directory, client=client) as (run, which):
-            reader = get_reader(run.open(which, distributed=ALL_PROCESSES))
+            reader, _ = open_checkpoint(
+                run, which, None, ALL_PROCESSES, DEFAULT_DEADLINE
+            )
             request = plan_opt_state(reader, self)
             restored: Any = reader.restore(request, DEFAULT_DEADLINE)
             return self.replace(opt_state=restored["opt_state"])
@@ -555,6 +557,7 @@ def restore_state(
     missing: Missing = "error",
     on_mismatch: OnMismatch = "raise",
     state_class: Any = None,
+    mapping: "MappingRules | None" = None,
     distributed: Distributed = ALL_PROCESSES,
     deadline: "DurationLike" = DEFAULT_DEADLINE,
     progress: "ProgressCallback | None" = None,
@@ -608,6 +611,9 @@ def restore_state(
             when saved, if they were like a part of the state or of dicts and lists.
             None: the class of the state in ``model``, else ``EasyDeLState`` of this
             library.
+        mapping: Rules that make the tree of a state of the checkpoint, as for
+            ``Run.restore``; None: the migrations of the run. The saved config and
+            structure then do not count: give ``model`` as a factory, module or state.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -629,7 +635,7 @@ def restore_state(
             "state_class: expected a class with the create() of EasyDeLState, got "
             f"{state_class!r}"
         )
-    reader, step = open_checkpoint(run, which, model, distributed, deadline)
+    reader, step = open_checkpoint(run, which, model, distributed, deadline, mapping)
     wanted = Options(
         mesh=mesh,
         rules=rules,

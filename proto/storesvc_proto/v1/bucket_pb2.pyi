@@ -303,6 +303,7 @@ class RunRecord(google.protobuf.message.Message):
     EPOCH_FLOOR_FIELD_NUMBER: builtins.int
     WRITE_ID_FIELD_NUMBER: builtins.int
     CHANGE_PRINCIPAL_FIELD_NUMBER: builtins.int
+    MIGRATIONS_FIELD_NUMBER: builtins.int
     uid: builtins.str
     """A random UUID."""
     epoch_floor: builtins.int
@@ -329,6 +330,10 @@ class RunRecord(google.protobuf.message.Message):
     def purge_delay(self) -> google.protobuf.duration_pb2.Duration:
         """How long a deleted checkpoint can be undeleted; absent: the server's default."""
 
+    @property
+    def migrations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Migrations of the run, in their order."""
+
     def __init__(
         self,
         *,
@@ -340,9 +345,10 @@ class RunRecord(google.protobuf.message.Message):
         epoch_floor: builtins.int = ...,
         write_id: builtins.str = ...,
         change_principal: builtins.str = ...,
+        migrations: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "purge_delay", b"purge_delay", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["change_principal", b"change_principal", "create_time", b"create_time", "epoch_floor", b"epoch_floor", "labels", b"labels", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["change_principal", b"change_principal", "create_time", b"create_time", "epoch_floor", b"epoch_floor", "labels", b"labels", "migrations", b"migrations", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid", "write_id", b"write_id"]) -> None: ...
 
 Global___RunRecord: typing_extensions.TypeAlias = RunRecord
 

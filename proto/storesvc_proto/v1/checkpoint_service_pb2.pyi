@@ -85,6 +85,7 @@ class Run(google.protobuf.message.Message):
     PURGE_DELAY_FIELD_NUMBER: builtins.int
     ETAG_FIELD_NUMBER: builtins.int
     CHANGE_PRINCIPAL_FIELD_NUMBER: builtins.int
+    MIGRATIONS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}`."""
     uid: builtins.str
@@ -111,6 +112,12 @@ class Run(google.protobuf.message.Message):
     def purge_delay(self) -> google.protobuf.duration_pb2.Duration:
         """How long a deleted checkpoint can be undeleted, at most 365 days; absent: 3 days."""
 
+    @property
+    def migrations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Migrations, in their order: documents of clients, at most 64. ListRuns leaves them
+        out.
+        """
+
     def __init__(
         self,
         *,
@@ -123,9 +130,10 @@ class Run(google.protobuf.message.Message):
         purge_delay: google.protobuf.duration_pb2.Duration | None = ...,
         etag: builtins.str = ...,
         change_principal: builtins.str = ...,
+        migrations: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "create_time", b"create_time", "latest_step", b"latest_step", "purge_delay", b"purge_delay", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "change_principal", b"change_principal", "create_time", b"create_time", "etag", b"etag", "labels", b"labels", "latest_step", b"latest_step", "name", b"name", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "change_principal", b"change_principal", "create_time", b"create_time", "etag", b"etag", "labels", b"labels", "latest_step", b"latest_step", "migrations", b"migrations", "name", b"name", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_latest_step", b"_latest_step"]) -> typing.Literal["latest_step"] | None: ...
 
 Global___Run: typing_extensions.TypeAlias = Run
@@ -603,19 +611,23 @@ class ReadManifestRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     UID_FIELD_NUMBER: builtins.int
+    WITH_MIGRATIONS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`."""
     uid: builtins.str
     """`Checkpoint.uid`, or empty. Rejects another checkpoint at the same step, and
     permits a deleted one.
     """
+    with_migrations: builtins.bool
+    """Whether the response has the migrations of the run, as a restore needs them."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         uid: builtins.str = ...,
+        with_migrations: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "uid", b"uid", "with_migrations", b"with_migrations"]) -> None: ...
 
 Global___ReadManifestRequest: typing_extensions.TypeAlias = ReadManifestRequest
 
@@ -626,6 +638,7 @@ class ReadManifestResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHECKPOINT_FIELD_NUMBER: builtins.int
+    MIGRATIONS_FIELD_NUMBER: builtins.int
     PART_FIELD_NUMBER: builtins.int
     part: builtins.bytes
     """The next bytes of the serialised manifest, at most 2 MiB."""
@@ -633,14 +646,19 @@ class ReadManifestResponse(google.protobuf.message.Message):
     def checkpoint(self) -> Global___Checkpoint:
         """In the first message only."""
 
+    @property
+    def migrations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """`Run.migrations`, if requested. In the first message only."""
+
     def __init__(
         self,
         *,
         checkpoint: Global___Checkpoint | None = ...,
+        migrations: collections.abc.Iterable[builtins.bytes] | None = ...,
         part: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "part", b"part"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "migrations", b"migrations", "part", b"part"]) -> None: ...
 
 Global___ReadManifestResponse: typing_extensions.TypeAlias = ReadManifestResponse
 
@@ -664,7 +682,7 @@ class UpdateRunRequest(google.protobuf.message.Message):
 
     @property
     def update_mask(self) -> google.protobuf.field_mask_pb2.FieldMask:
-        """At least one of `labels`, `retention`, `purge_delay`."""
+        """At least one of `labels`, `retention`, `purge_delay`, `migrations`."""
 
     def __init__(
         self,

@@ -15,14 +15,16 @@ from storesvc_client.cli.arguments import (
     json_option,
     path_argument,
     readable_place,
+    run_or_checkpoint,
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.output import Listing, print_json, print_result
-from storesvc_client.cli.paths import CheckpointPath, ForeignOptions, StorePart
+from storesvc_client.cli.paths import CheckpointPath, ForeignOptions, RunPath, StorePart
 
 if TYPE_CHECKING:
     from storesvc_client._mapping.planning import MappedLeaf
     from storesvc_client._restore.mapped import MappedReader
+    from storesvc_client._restore.migrations import Migration
 
 _FILE: Final = click.Path(dir_okay=False, path_type=Path)
 """A file, or the name of a table."""
@@ -30,7 +32,7 @@ _FILE: Final = click.Path(dir_okay=False, path_type=Path)
 
 @click.group("map")
 def map_() -> None:
-    """Check, show, invert or propose the rules of a mapping.
+    """Check, show, invert or propose the rules of mappings; keep some.
 
     Rules are a TOML or JSON file, or a table that comes with storesvc. With them a
     checkpoint is restored as another tree: other names, layers stacked or apart,
@@ -42,6 +44,7 @@ def map_() -> None:
       storectl map show hf.toml prod/llama-8b@500
       storectl map invert hf.toml prod/llama-8b@500 > back.json
       storectl map learn safetensors:/models/llama@latest prod/llama-8b@500 > hf.toml
+      storectl map migrate prod/llama-8b@500 renamed.toml
     """
 
 
@@ -246,3 +249,52 @@ def show_leaves(reader: "MappedReader", *, as_json: bool) -> None:
         print_json({"leaves": leaves, "dropped": list(reader.mapped.dropped)})
     else:
         LISTING.show(leaves, as_json=False)
+
+
+MIGRATIONS: Final[Listing["Migration"]] = Listing(
+    Table(
+        "migration",
+        (Column("DIGEST"), Column("RULES", shrink=Shrink.END), Column("COUNT")),
+        lambda each: (each.digest[:12], each.name, str(len(each.rules["rules"]))),
+    ),
+    lambda each: {"digest": each.digest, "name": each.name, "rules": each.rules},
+)
+
+
+@map_.command("migrate")
+@path_argument("path", run_or_checkpoint, metavar="RUN[@STEP]")
+@click.argument("rules", type=_FILE, required=False, metavar="[RULES]")
+@click.option("--remove", metavar="DIGEST", help="Remove this migration.")
+@json_option
+@pass_connection
+def migrate(
+    connection: Connection,
+    *,
+    path: RunPath | CheckpointPath,
+    rules: Path | None,
+    remove: str | None,
+    as_json: bool,
+) -> None:
+    """Add a migration to a run, or remove one; list those that it then has.
+
+    A migration is kept with the run. Restores of jobs apply its rules to checkpoints
+    with the tree of the given one, by default the newest: same keys, shapes and dtypes.
+    Several are applied in their order, each to the tree that those before it make. All
+    other commands show checkpoints as they are stored.
+
+    \b
+    Examples:
+      storectl map migrate prod/llama-8b
+      storectl map migrate prod/llama-8b@500 renamed.toml
+      storectl map migrate prod/llama-8b --remove 3f2a90c1
+    """
+    if rules is not None and remove is not None:
+        raise click.UsageError("expected one of RULES and --remove")
+    with connection.open() as client:
+        migrations = client.run(path.run).migrations
+        if rules is not None:
+            which = path.which if isinstance(path, CheckpointPath) else "latest"
+            migrations.add(rules, which=which)
+        if remove is not None:
+            migrations.remove(remove)
+        MIGRATIONS.show(migrations.list(), as_json=as_json)

@@ -31,7 +31,8 @@ from storesvc_client._api.opening import Prepare
 from storesvc_client._api.run import Run, get_parts
 from storesvc_client._foreign.mount import ForeignRun
 from storesvc_client._pytree.leaves import named_leaves, tracer_text
-from storesvc_client._restore.open_tree import OpenTree, TreeReader, get_reader
+from storesvc_client._restore.mapped import MappedReader
+from storesvc_client._restore.open_tree import TreeReader
 from storesvc_client._save.saver import Save
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
@@ -40,6 +41,7 @@ from storesvc_client._values.options import (
     Distributed,
     IfBusy,
     Indivisible,
+    MappingRules,
     Missing,
     OnMismatch,
     OptState,
@@ -381,15 +383,21 @@ def open_checkpoint(
     model: Any,
     distributed: Distributed,
     deadline: "DurationLike",
+    mapping: "MappingRules | None" = None,
 ) -> tuple[TreeReader, int | None]:
-    """Opens a checkpoint, and returns its reader; with a model, see ``as_state``."""
-    opened: OpenTree
+    """Opens a checkpoint, and returns its reader, as the mapping or the migrations of
+    the run show it; with a model and without these, see ``as_state``."""
     if isinstance(run, ForeignRun):
-        opened = run.open(which)
+        foreign = run if mapping is None else run.map(mapping)
+        reader: Any = foreign.read(which)
+        view = reader.map(foreign.mapping)
     else:
-        opened = run.open(which, distributed=distributed, deadline=deadline)
-    reader = get_reader(opened)
-    return (reader, None) if model is None else as_state(reader)
+        opening = get_parts(run).opening(
+            which, distributed=distributed, deadline=deadline, on_damage="raise"
+        )
+        reader = opening.read(migrates=mapping is None)
+        view = reader.map_or_migrate(mapping)
+    return (view, None) if model is None or view is not reader else as_state(reader)
 
 
 def as_state(reader: Any) -> tuple[TreeReader, int | None]:
@@ -649,15 +657,16 @@ def restore_into(
         progress=progress,
     )
     request = _make_request(run, model, optimizer, options)
-    opened = run.open(which, distributed=distributed, deadline=deadline)
-    source, step = as_state(get_reader(opened))
+    source, step = open_checkpoint(run, which, model, distributed, deadline)
     if step is not None:
         request = replace(request, options=replace(options, step=step))
     with add_advice(source, request):
         wanted, put = planner(run, model, optimizer, request)(source)
         restored = source.restore(wanted, deadline)
     put(restored)
-    return opened.info
+    stored: Any = source.inner if isinstance(source, MappedReader) else source
+    info: Checkpoint = stored.info
+    return info
 
 
 def _make_request(run: Run, model: Any, optimizer: Any, options: Options) -> Request:

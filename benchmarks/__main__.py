@@ -17,6 +17,7 @@ OTHERS: Final = {
     "inspections": "how long looking at a checkpoint takes",
     "lent": "the clients of buckets with and without lent credentials",
     "loop": "the time that a training loop adds to a step that is not saved",
+    "mapped_memory": "the memory of mapped restores, exports, imports and files",
     "memory": "the server's memory while a tree is saved and restored",
     "mounts": "restores from a checkpoint of Orbax, by this store and by Orbax",
     "requests": "the requests to a bucket, and how many of them wait for others",
@@ -41,7 +42,7 @@ def main() -> None:
         case []:
             print("usage: python -m benchmarks NAME [OPTION ...]\n")
             for name, says in ({n: w.says for n, w in WORKS.items()} | OTHERS).items():
-                print(f"  {name:12}{says}")
+                print(f"  {name:15}{says}")
         case [name, *_]:
             sys.exit(f"no benchmark {name!r}: python -m benchmarks lists them")
 

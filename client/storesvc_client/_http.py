@@ -47,6 +47,9 @@ _STATUSES: Final = (
 REQUEST_SECONDS: Final = 5.0
 """Interval at which connections are looked at: a request must be whole within two."""
 
+MAX_CONNECTIONS: Final = 1000
+"""Connections at a time; the requests of others are answered with 503."""
+
 _GRACE_SECONDS: Final = 1
 """Time for requests in flight at the end; streams of events never end by themselves."""
 
@@ -89,6 +92,7 @@ def configuration(app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         http=_Protocol,
         lifespan="off",
+        limit_concurrency=MAX_CONNECTIONS,
         log_level="critical",
         server_header=False,
         timeout_graceful_shutdown=_GRACE_SECONDS,

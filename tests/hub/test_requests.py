@@ -307,6 +307,21 @@ def test_the_checkpoint_is_held_while_its_bytes_are_read(tmp_path: Path) -> None
 
 
 @pytest.mark.emulated
+def test_the_header_is_sent_without_a_hold(gcs: FakeGcs) -> None:
+    with store.connect(gcs_root()) as client:
+        client.run(NAME).save(1, {"w": np.ones(9, np.float32)}).result()
+        file = f"/{NAME}/resolve/main/model.safetensors"
+        with ServedHub(client) as hub:
+            length = int(hub.http.head(file).headers["content-length"]) - 36
+            gcs.clear()
+            text = f"bytes=0-{length - 1}"
+            answer = hub.http.get(file, headers={"Range": text})
+
+    assert length == len(answer.content)
+    assert [] == [entry.target for entry in gcs.log if "hold" in entry.target]
+
+
+@pytest.mark.emulated
 def test_a_range_reads_the_bytes_that_it_needs(gcs: FakeGcs) -> None:
     chunk = 64 << 10
     array = np.random.default_rng(0).integers(0, 255, (64, chunk), np.uint8)

@@ -112,13 +112,11 @@ class _Cut(NamedTuple):
 def read_range(
     source: Source, file: ServedFile, start: int, stop: int
 ) -> Iterator[memoryview]:
-    """Yields the bytes of a file from ``start`` to ``stop``.
+    """Yields the bytes of a file from ``start`` to ``stop``, without its header.
 
     Raises:
         DataLossError: Stored bytes are damaged; what was yielded before is right.
     """
-    if start < min(stop, len(file.header)):
-        yield memoryview(file.header)[start:stop]
     meter = Meter("export", source.name)
     cuts = _cut_range(file, start, stop)
     for batch in cut_batches(cuts, lambda cut: cut.size_bytes, WINDOW_BYTES):

@@ -76,11 +76,17 @@ class Snapshot:
     reader: CheckpointReader
 
     def read(self, file: ServedFile, start: int, stop: int) -> Generator[memoryview]:
-        """Yields bytes of a file; the checkpoint is held until the end.
+        """Yields bytes of a file; the checkpoint is held while elements are read.
+
+        The header needs none: it is sent at once, and not after the write of a hold.
 
         Raises:
             StoreError: The bytes cannot be read, or are damaged.
         """
+        if start < min(stop, len(file.header)):
+            yield memoryview(file.header)[start:stop]
+        if stop <= len(file.header):
+            return
         with self.reader.hold():
             yield from read_range(self.source, file, start, stop)
 

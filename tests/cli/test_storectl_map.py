@@ -189,3 +189,24 @@ def test_migrations_are_added_listed_and_removed(
         assert (["b"], []) == ([*migrated], removed)
         assert ["a"] == [*run.restore(1)]
         assert "none for b" in error
+
+
+def test_a_mapped_checkpoint_is_compared_by_its_elements(
+    address: str, rules: str
+) -> None:
+    made = {"w": np.ones((3, 6, 4), np.float32), "embed": np.zeros((8, 4), np.float32)}
+    with store.connect(address) as client:
+        run = client.run("mapped/made")
+        run.save(1, {"params": made}).result()
+        made["w"][2, 3, 1] = 0
+        run.save(2, {"params": made}).result()
+
+    same = printed(address, "diff", "mapped/tiny@20", "mapped/made@1", "--map", rules)
+    found = document(
+        *(address, "diff", "mapped/tiny@20", "mapped/made@2", "--map", rules)
+    )
+
+    assert "no leaf differs; 2 leaves the same\n" == same
+    (leaf,) = found["differences"]
+    assert ("params/w", "content") == (leaf["key"], leaf["kind"])
+    assert f"mapped/tiny@20 mapped by {rules}" == found["base"]

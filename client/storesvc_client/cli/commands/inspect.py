@@ -12,6 +12,7 @@ from storesvc_client.cli.arguments import (
     expand_option,
     foreign_options,
     json_option,
+    mapping_option,
     path_argument,
     readable_place,
     whole_checkpoint,
@@ -29,6 +30,7 @@ from storesvc_client.cli.paths import (
 if TYPE_CHECKING:
     from storesvc_client import Client, Diff, Verification
     from storesvc_client._foreign.comparison import Comparison
+    from storesvc_client._restore.open_tree import OpenTree
 
 
 @click.command()
@@ -87,6 +89,7 @@ def _verify(client: "Client", path: CheckpointPath) -> "Verification":
 @path_argument("before", readable_place, metavar="BEFORE")
 @path_argument("after", readable_place, metavar="AFTER")
 @expand_option
+@mapping_option
 @foreign_options
 @json_option
 @pass_connection
@@ -96,14 +99,16 @@ def diff(
     before: tuple[StorePart, CheckpointPath],
     after: tuple[StorePart, CheckpointPath],
     expand: bool,
+    mapping: str | None,
     options: ForeignOptions,
     as_json: bool,
 ) -> None:
     """Compare two checkpoints, leaf by leaf and item by item.
 
     Each may be in another store: CONTEXT:PATH, or STORE//PATH. Reads no data: contents
-    are compared by their digests. Of two stores, and with a checkpoint of another
-    project, which has none, all elements are read and compared. WHAT is "added",
+    are compared by their digests. Of two stores, with a checkpoint of another project,
+    which has none, and with --map, which makes another tree of BEFORE, all elements are
+    read and compared. WHAT is "added",
     "removed", "shape", "dtype" or "content"; "unknown" if a leaf was saved in other
     chunks, whose digests cannot be compared; for an item also "kind", as from text to
     JSON. CHUNKS counts the chunks of the leaf; for content, the chunks that differ. A
@@ -116,12 +121,14 @@ def diff(
       storectl diff prod/llama-8b@500 prod/llama-8b-tuned@20 --json
       storectl diff orbax:gs://bucket/run@500 prod/llama-8b@500
       storectl diff prod/llama-8b@500 gs://bucket/archive//prod/llama-8b@500
+      storectl diff safetensors:/models/llama@latest prod/llama-8b@0 --map hf.toml
     """
     paths = before[1], after[1]
     options.check(*paths)
     reached = [connection.to_part(store) for store, _ in (before, after)]
-    if reached[0] != reached[1] or any(is_foreign(path.run) for path in paths):
-        found: Diff | Comparison = _compare_elements(reached, paths, options)
+    is_apart = reached[0] != reached[1] or any(is_foreign(path.run) for path in paths)
+    if is_apart or mapping is not None:
+        found: Diff | Comparison = _compare_elements(reached, paths, options, mapping)
     else:
         base, path = paths
         with reached[0].open() as client:
@@ -145,8 +152,9 @@ def _compare_elements(
     reached: Sequence[Connection],
     paths: Sequence[CheckpointPath],
     options: ForeignOptions,
+    mapping: str | None,
 ) -> "Comparison":
-    """Compares elements, as checkpoints of other projects have no digests."""
+    """Compares elements, as mapped leaves and other projects have no digests."""
     from storesvc_client._foreign.comparison import compare
 
     (to, other), (before, after) = reached, paths
@@ -154,7 +162,9 @@ def _compare_elements(
         to.open_for(before, options.select_options(before)) as old,
         other.open_for(after, options.select_options(after)) as new,
     ):
-        base = old.run(before.run).open(before.which)
+        base: OpenTree = old.run(before.run).open(before.which)
+        if mapping is not None:
+            base = base.map(mapping)
         return compare(base, new.run(after.run).open(after.which))
 
 

@@ -127,7 +127,7 @@ def test_shards_are_padded_to_the_alignment_of_xla() -> None:
         grid, [((0, 1), (0, 100_001)), ((1, 2), (0, 100_001))]
     ).groups
 
-    assert [0, 0] == [segment.start % 64 for segment in group.segments]
+    assert [0, 0] == [segment.place.start % 64 for segment in group.segments]
     assert 2 == len(group.segments)
 
 

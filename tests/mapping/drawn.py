@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, part, whole
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._mapping.expressions import Expression
+from storesvc_client._mapping.expressions import Expression, Source
 from storesvc_client._mapping.planning import MappedTree, plan_mapping
 from storesvc_client._mapping.rules import check_rules
+from storesvc_client._values.places import Place, copy_elements
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Array = NDArray[Any]
@@ -56,7 +59,46 @@ def build(
     ]
     if not math.prod(expression.shape):
         return np.empty(expression.shape, expression.dtype), 0
-    return expression.build(wanted, iter(found)), sum(each.size for each in found)
+    values = expression.build(wanted, iter(found))
+    np.testing.assert_array_equal(values, fill_places(expression, arrays, wanted))
+    return values, sum(each.size for each in found)
+
+
+def fill_places(
+    expression: Expression, arrays: Sequence[Array], region: Region
+) -> Array:
+    """Returns the elements of a region, each copied to its place once."""
+    dtype = DTYPES[expression.dtype]
+    shape = tuple(stop - start for start, stop in region)
+    gap = 8 * dtype.itemsize
+    outer = Place.of_array((math.prod(shape) + 16,), dtype.itemsize)
+    whole_place = replace(Place.of_array(shape, dtype.itemsize), start=gap)
+    memory = np.zeros(outer.shape, dtype)
+    filled = np.zeros(outer.shape, np.int64)
+
+    def view(array: Array, place: Place) -> Array:
+        scale = array.itemsize, dtype.itemsize
+        at, *strides = (n * scale[0] // scale[1] for n in (place.start, *place.strides))
+        found: Array = np.ndarray(
+            place.shape, array.dtype, array.view(np.uint8), at, strides
+        )
+        return found
+
+    for one, inside, place in expression.destinations(region, whole_place):
+        if isinstance(one, Source):
+            elements = part(arrays[one.row], whole(one.shape), inside)
+        else:
+            needed = [
+                part(arrays[source.row], whole(source.shape), each)
+                for source, each in one.requests(inside)
+            ]
+            elements = one.build(inside, iter(needed))
+        copy_elements(view(memory, place), elements)
+        view(filled, place)[...] += 1
+    assert (filled[8:-8] == 1).all()
+    assert not filled[:8].any()
+    assert not filled[-8:].any()
+    return memory[8:-8].reshape(shape)
 
 
 def build_all(mapped: MappedTree, arrays: Arrays) -> dict[str, Array]:

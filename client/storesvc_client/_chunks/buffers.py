@@ -9,11 +9,15 @@ shards share large pages that way, but leaves share no memory.
 
 Leaves of the same shape with the same wanted regions share a layout; a tree has many
 leaves and few such combinations.
+
+A leaf may also fill parts of buffers that others own (``plan_part_layout``): parts of
+any strides, such as a layer of a stacked array or a transposed one.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -22,6 +26,7 @@ from numpy.typing import NDArray
 from storesvc.format.chunks import I64
 from storesvc.format.grids import Grid, Region, intersection
 from storesvc_client._chunks.memory import ALIGNMENT, COPIED_BYTES
+from storesvc_client._values.places import Place
 
 GROUP_BYTES: Final = 64 << 20
 """Maximum size of a group of segments, unless one segment is larger."""
@@ -40,12 +45,15 @@ class Segment:
     """A part of a leaf that is one array in memory."""
 
     region: Region
-    start: int
-    """Offset of its first byte in the memory of its group."""
-    size_bytes: int
-    regions: tuple[Region, ...]
+    place: Place
+    """Its place in the memory of its group."""
+    size_bytes: int = 0
+    """Size of it in a group of its own leaf."""
+    is_cast: bool = False
+    """True if the memory has another dtype than the leaf."""
+    regions: tuple[Region, ...] = ()
     """The wanted regions that it consists of."""
-    inside: tuple[Index, ...]
+    inside: tuple[Index, ...] = ()
     """Index of each of them within the segment."""
 
 
@@ -148,14 +156,30 @@ class BufferLayout:
 
 def plan_buffer_layout(grid: Grid, regions: Sequence[Region]) -> BufferLayout:
     """Returns the layout of distinct regions of a leaf."""
-    packed = list(_pack_segments(_segments(grid, regions)))
+    return _plan(grid, list(_pack_segments(_segments(grid, regions))))
+
+
+def plan_part_layout(grid: Grid, parts: Sequence[tuple[int, Segment]]) -> BufferLayout:
+    """Returns the layout of parts of buffers; its groups are the buffers.
+
+    Args:
+        grid: Grid of the leaf.
+        parts: Number of a buffer, ascending, and a segment in its memory.
+    """
+    packed = [
+        [part for _, part in own] for _, own in groupby(parts, lambda one: one[0])
+    ]
+    return _plan(grid, packed)
+
+
+def _plan(grid: Grid, packed: Sequence[Sequence[Segment]]) -> BufferLayout:
     places = [(n, at) for n, group in enumerate(packed) for at in range(len(group))]
     covered = [[_covering(grid, each.region) for each in group] for group in packed]
     groups = [
         Group(
             segments=tuple(segments),
             regions=tuple(region for each in segments for region in each.regions),
-            size_bytes=segments[-1].start + segments[-1].size_bytes,
+            size_bytes=segments[-1].place.start + segments[-1].size_bytes,
             chunk_count=len(_join_chunks(chunks)),
         )
         for segments, chunks in zip(packed, covered, strict=True)
@@ -231,10 +255,11 @@ def _follows(grid: Grid, held: Sequence[Region], region: Region) -> bool:
 def _segment(grid: Grid, regions: Sequence[Region]) -> Segment:
     bounds = zip(regions[0], regions[-1], strict=True)
     region = tuple((start, stop) for (start, _), (_, stop) in bounds)
+    place = Place.of_array(_shape(region), grid.itemsize)
     return Segment(
         region=region,
-        start=0,
-        size_bytes=math.prod(_shape(region)) * grid.itemsize,
+        place=place,
+        size_bytes=math.prod(place.shape) * grid.itemsize,
         regions=tuple(regions),
         inside=tuple(_index(each, region) for each in regions),
     )
@@ -245,11 +270,12 @@ def _pack_segments(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
     group: list[Segment] = []
     held = 0
     for segment in segments:
-        if group and held + segment.size_bytes > GROUP_BYTES:
+        size = segment.size_bytes
+        if group and held + size > GROUP_BYTES:
             yield group
             group, held = [], 0
-        group.append(replace(segment, start=held))
-        held += segment.size_bytes + -segment.size_bytes % ALIGNMENT
+        group.append(replace(segment, place=replace(segment.place, start=held)))
+        held += size + -size % ALIGNMENT
     if group:
         yield group
 
@@ -264,7 +290,7 @@ def _goal(
         shared = intersection(region, segment.region)
         start = _offset_in(grid, region, segment) if region == shared else None
         if start is not None and len(holders) == 1:
-            span = Span(group=number, start=segment.start + start)
+            span = Span(group=number, start=start)
             return Goal(within=within, groups=(number,), goes=span)
         copies.append(
             Copy(
@@ -279,21 +305,17 @@ def _goal(
 
 
 def _offset_in(grid: Grid, region: Region, segment: Segment) -> int | None:
-    """Returns the offset of a chunk's elements in a segment; None if they are not one
-    contiguous range."""
-    shape, around = _shape(region), _shape(segment.region)
-    if shape != grid.chunk_shape:  # at the edge of the leaf: stored with padding
+    """Returns the offset of a chunk's elements in the memory of a segment; None if they
+    are not one contiguous range."""
+    shape = _shape(region)
+    if shape != grid.chunk_shape or segment.is_cast:  # padding, or other elements
         return None
-    start, stride, is_cut = 0, grid.itemsize, False
-    for (begin, _), (origin, _), n, m in reversed(
-        list(zip(region, segment.region, shape, around, strict=True))
-    ):
-        if is_cut and n > 1:
-            return None
-        is_cut = is_cut or n < m
-        start += (begin - origin) * stride
-        stride *= m
-    return start
+    inside = tuple(
+        (start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(region, segment.region, strict=True)
+    )
+    found = segment.place.part(inside)
+    return found.start if found.is_contiguous(grid.itemsize) else None
 
 
 def _shape(region: Region) -> tuple[int, ...]:
@@ -319,11 +341,11 @@ class Buffer:
     __slots__ = (
         "chunks_left",
         "dtype",
+        "fills",
         "group",
         "is_begun",
         "memory",
         "row",
-        "segments",
     )
 
     def __init__(self, row: int, group: Group, dtype: "np.dtype[Any]") -> None:
@@ -333,7 +355,8 @@ class Buffer:
         self.dtype = dtype
         self.chunks_left = group.chunk_count
         self.memory = _NOTHING
-        self.segments: Sequence[NDArrayAny] = ()
+        self.fills: Sequence[tuple[Place, Any]] = ()
+        """Places that no chunk fills, with the value of their elements."""
         self.is_begun = False
         """True once it is allocated, also after ``drop``."""
 
@@ -345,8 +368,18 @@ class Buffer:
     @property
     def arrays(self) -> list[NDArrayAny]:
         """The elements of each region, as views of the memory."""
-        together = zip(self.segments, self.group.segments, strict=True)
-        return [array[index] for array, segment in together for index in segment.inside]
+        return [
+            array[index]
+            for segment in self.group.segments
+            for array in [self.view(segment.place)]
+            for index in segment.inside
+        ]
+
+    def view(self, place: Place) -> NDArrayAny:
+        """Returns the elements of a place."""
+        return np.ndarray(
+            place.shape, self.dtype, self.memory, place.start, place.strides
+        )
 
     def begin(self, allocate: "Callable[[int], Bytes]") -> int:
         """Allocates the memory unless it was allocated; returns the bytes that this
@@ -355,14 +388,10 @@ class Buffer:
             return 0
         self.is_begun = True
         self.memory = allocate(self.group.size_bytes)
-        self.segments = [
-            self.memory[segment.start : segment.start + segment.size_bytes]
-            .view(self.dtype)
-            .reshape([stop - start for start, stop in segment.region])
-            for segment in self.group.segments
-        ]
+        for place, value in self.fills:
+            self.view(place)[...] = value
         return self.group.size_bytes
 
     def drop(self) -> None:
         """Drops the reference to the memory; the receiver of the arrays owns it."""
-        self.memory, self.segments = _NOTHING, ()
+        self.memory = _NOTHING

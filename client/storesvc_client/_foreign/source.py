@@ -45,7 +45,12 @@ from storesvc.format.trees import Tree
 from storesvc_client._chunks.buffers import Buffer, Bytes
 from storesvc_client._chunks.memory import allocate, cut_batches
 from storesvc_client._chunks.slabs import FilledSlab, Slab, cut_slabs
-from storesvc_client._foreign.foreign_step import ForeignStep, Reading, Together
+from storesvc_client._foreign.foreign_step import (
+    ForeignStep,
+    Reading,
+    Together,
+    Wanted,
+)
 from storesvc_client._foreign.raw_chunks import reading_threads
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import BUDGET_BYTES, BufferBudget
@@ -55,6 +60,7 @@ from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.transfer import SharedBuffer
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import Deadline
+from storesvc_client._values.places import copy_elements
 from storesvc_client.errors import StoreError, UnavailableError
 
 
@@ -514,6 +520,13 @@ def _cost(read: Read) -> int:
     return read.stop + 1024
 
 
+def _is_direct(into: NDArray[Any], dtype: str) -> bool:
+    """Returns whether elements are read into memory of their dtype and axes, else they
+    are read elsewhere and copied."""
+    strides = [s for n, s in zip(into.shape, into.strides, strict=True) if n > 1]
+    return into.dtype == DTYPES[dtype] and strides == sorted(strides, reverse=True)
+
+
 class StepSource:
     """Reads the chunks of one step."""
 
@@ -576,16 +589,19 @@ class StepSource:
         """Reads chunks; returns the bytes of the buffers handed over."""
         if len(read.chunks) == 1:
             return self._read_single(assembly, read)
-        arrays, tree = self._step.arrays, self._step.tree
-        wanted = [
-            (arrays[tree.locate(ordinal)[0]], region, into)
-            for ordinal in read.chunks
-            for region, into in assembly.parts(ordinal)
-        ]
+        tree, rows, wanted = self._step.tree, list[int](), list[Wanted]()
+        for ordinal in read.chunks:
+            row, _ = tree.locate(ordinal)
+            for region, into in assembly.parts(ordinal):
+                rows.append(row)
+                wanted.append((self._step.arrays[row], region, into))
         together = wanted[0][0].together
         assert together is not None
         with assembly.meter.part(read.file), assembly.meter.phase("read"):
-            is_read = together.read(wanted)
+            is_read = all(
+                _is_direct(into, tree.leaves[row].dtype)
+                for row, (_, _, into) in zip(rows, wanted, strict=True)
+            ) and together.read(wanted)
         if is_read:
             return sum(assembly.finish(ordinal) for ordinal in read.chunks)
         each = (self._plan_read(ordinal) for ordinal in read.chunks)
@@ -596,8 +612,9 @@ class StepSource:
         (ordinal,) = read.chunks
         row, within = self._step.tree.locate(ordinal)
         array, parts = self._step.arrays[row], assembly.parts(ordinal)
+        dtype = self._step.tree.leaves[row].dtype
         with assembly.meter.part(read.file):
-            if len(parts) == 1:
+            if len(parts) == 1 and _is_direct(parts[0][1], dtype):
                 ((region, into),) = parts
                 with assembly.meter.phase("read"):
                     self._wait(array.read(region, into))
@@ -605,12 +622,12 @@ class StepSource:
             region = self._step.tree.grids[row].region(within)
             memory = self._scratch.take(read.stop)
             shape = [stop - start for start, stop in region]
-            chunk = memory[: read.stop].view(parts[0][1].dtype).reshape(shape)
+            chunk = memory[: read.stop].view(DTYPES[dtype]).reshape(shape)
             with assembly.meter.phase("read"):
                 self._wait(array.read(region, chunk))
         with assembly.meter.phase("copy"):
             for wanted, into in parts:
-                np.copyto(into, part(chunk, region, wanted))
+                copy_elements(into, part(chunk, region, wanted))
         self._scratch.give_back(memory)  # not after an error: it may still be written
         return assembly.finish(ordinal)
 

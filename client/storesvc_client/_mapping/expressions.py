@@ -6,6 +6,9 @@ it gets in the same order. So a part of the target reads what it needs, and noth
 more. No expression here computes with elements, ``arithmetic.py`` has some that do;
 ``Cast`` alone changes them.
 
+``destinations`` says where the elements of stored arrays go in the memory of a region,
+so that they are read into it, and nothing is built.
+
 >>> stored = Source("float32", (4, 6), row=0, kind=0, stored_chunk_shape=(4, 6))
 >>> swapped = Transpose.make(stored, [1, 0])
 >>> [(source.row, region) for source, region in swapped.requests(((0, 2), (0, 4)))]
@@ -14,10 +17,10 @@ more. No expression here computes with elements, ``arithmetic.py`` has some that
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, product, repeat
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -32,25 +35,18 @@ from storesvc.format.grids import (
     shape_problem,
     whole,
 )
+from storesvc_client._values.places import Place, copy_elements
 
 MAX_RUNS: Final = 1024
 """Maximum contiguous ranges that a region of a reshaped array is read in; if it has
 more, what is between them is read, too."""
-
-BLOCK: Final = 128
-"""Elements along each of two axes that are copied at a time."""
-
-BLOCKED_BYTES: Final = 256 << 10
-"""Minimum bytes of an array that is copied in blocks."""
-
-FEW: Final = 8
-"""Maximum elements of a last axis that are copied one by one."""
 
 Shape: TypeAlias = tuple[int, ...]
 Array: TypeAlias = NDArray[Any]
 Arrays: TypeAlias = Iterator[Array]
 """Elements of the requested regions, in the order of the requests."""
 Requests: TypeAlias = Iterator[tuple["Source", Region]]
+Destinations: TypeAlias = Iterator[tuple["Expression", Region, Place]]
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,11 @@ class Expression(ABC):
     def build(self, region: Region, arrays: Arrays) -> Array:
         """Returns the elements of a region; takes what it requested. They may be a view
         that must not be written to."""
+
+    def destinations(self, region: Region, place: Place) -> Destinations:
+        """Yields the expressions that fill a place of a region, with their regions and
+        the parts of the place; itself if its elements must be built."""
+        yield self, region, place
 
     @property
     @abstractmethod
@@ -98,11 +99,11 @@ class Expression(ABC):
 
 @dataclass(frozen=True)
 class Source(Expression):
-    """A stored array."""
+    """A stored array; equal to others of its shape and dtype."""
 
-    row: int
+    row: int = field(compare=False)
     """Row of its leaf."""
-    kind: int
+    kind: int = field(compare=False)
     """Kind of its leaf."""
     stored_chunk_shape: Shape
 
@@ -178,6 +179,12 @@ class Cast(_Changed):
             )
         return inner if dtype == inner.dtype else cls(dtype, inner.shape, inner)
 
+    def destinations(self, region: Region, place: Place) -> Destinations:
+        found = [*self.inner.destinations(region, place)]
+        # else it is cast twice, as a copy cannot
+        is_once = all(each.dtype == self.inner.dtype for each, _, _ in found)
+        return iter(found) if is_once else super().destinations(region, place)
+
     def build(self, region: Region, arrays: Arrays) -> Array:
         return self.inner.build(region, arrays).astype(DTYPES[self.dtype])
 
@@ -208,6 +215,10 @@ class Transpose(_Changed):
     def back(self, region: Region) -> Region:
         places = np.argsort(self.axes).tolist()
         return tuple(region[place] for place in places)
+
+    def destinations(self, region: Region, place: Place) -> Destinations:
+        axes = np.argsort(self.axes).tolist()
+        return self.inner.destinations(self.back(region), place.transpose(axes))
 
     def build(self, region: Region, arrays: Arrays) -> Array:
         return self.inner.build(self.back(region), arrays).transpose(self.axes)
@@ -243,6 +254,9 @@ class Slice(_Changed):
         start, stop = region[self.axis]
         return _put(region, self.axis, ((start + self.start, stop + self.start),))
 
+    def destinations(self, region: Region, place: Place) -> Destinations:
+        return self.inner.destinations(self.back(region), place)
+
     def build(self, region: Region, arrays: Arrays) -> Array:
         return self.inner.build(self.back(region), arrays)
 
@@ -267,6 +281,14 @@ class Repeat(_Changed):
         start, stop = region[self.axis]
         wanted = ((start // self.times, -(-stop // self.times)),)
         return _put(region, self.axis, wanted)
+
+    def destinations(self, region: Region, place: Place) -> Destinations:
+        if any(at % self.times for at in region[self.axis]):
+            yield self, region, place
+            return
+        for first in range(self.times):
+            every = place.step(self.axis, self.times, first)
+            yield from self.inner.destinations(self.back(region), every)
 
     def build(self, region: Region, arrays: Arrays) -> Array:
         back = self.back(region)
@@ -346,6 +368,15 @@ class Join(Expression):
         for each, inside in self._pieces(region):
             yield from each.requests(inside)
 
+    def destinations(self, region: Region, place: Place) -> Destinations:
+        first = region[self.axis][0]
+        for each, inside in self._pieces(region):
+            start, stop = inside[self.axis]
+            along = ((first, first + stop - start),)
+            own = place.part(_within(_put(region, self.axis, along), region))
+            yield from each.destinations(inside, own)
+            first += stop - start
+
     def sources(self) -> Iterator[Source]:
         return chain.from_iterable(each.sources() for each in self.parts)
 
@@ -417,10 +448,15 @@ class Reshape(_Changed):
             found[target] = along
         return tuple(found)
 
-    def _moves(self, region: Region) -> Iterator[tuple[Region, list["_Move"]]]:
+    def _moves(
+        self, region: Region, cuts: Iterable[int] = repeat(0)
+    ) -> Iterator[tuple[Region, list["_Move"]]]:
         """Yields the boxes of the region that are contiguous in each group of axes,
-        with the moves that fill each."""
-        each = [[*_runs(region[t], self.shape[t])] for _, t in self._groups]
+        with the moves that fill each; ``cuts`` as for ``_runs``."""
+        each = [
+            [*_runs(region[t], self.shape[t], cut)]
+            for (_, t), cut in zip(self._groups, cuts, strict=False)
+        ]
         for runs in product(*each):
             boxes = [
                 [
@@ -442,6 +478,23 @@ class Reshape(_Changed):
         for _, moves in self._moves(self._cover(region)):
             for move in moves:
                 yield from self.inner.requests(move.source)
+
+    def destinations(self, region: Region, place: Place) -> Destinations:
+        groups = [target for _, target in self._groups]
+        cuts = [place.joined_from(g.start, g.stop) - g.start for g in groups]
+        boxes = math.prod(
+            _count_runs(region[g], self.shape[g], cut)
+            for g, cut in zip(groups, cuts, strict=True)
+        )
+        if boxes > MAX_RUNS:
+            yield self, region, place
+            return
+        for box, moves in self._moves(region, cuts):
+            flat = place.part(_within(box, region)).join(groups)
+            for move in moves:
+                sizes = [_size(move.source[source]) for source, _ in self._groups]
+                own = flat.part(move.goes).divide(sizes)
+                yield from self.inner.destinations(move.source, own)
 
     def build(self, region: Region, arrays: Arrays) -> Array:
         covered = self._cover(region)
@@ -491,9 +544,12 @@ def _last_cut(along: Sequence[tuple[int, int]], sizes: Sequence[int]) -> int:
     return 0
 
 
-def _runs(region: Region, shape: Shape) -> Iterator[tuple[tuple[int, int], Region]]:
-    """Yields the contiguous ranges of a region of an array, each with its box."""
-    cut = _last_cut(region, shape)
+def _runs(
+    region: Region, shape: Shape, cut: int = 0
+) -> Iterator[tuple[tuple[int, int], Region]]:
+    """Yields the contiguous ranges of a region of an array, each with its box; a range
+    has one index of each axis before ``cut``."""
+    cut = max(cut, _last_cut(region, shape))
     behind = math.prod(shape[cut + 1 :])
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     if not shape:
@@ -504,6 +560,11 @@ def _runs(region: Region, shape: Shape) -> Iterator[tuple[tuple[int, int], Regio
         start, stop = region[cut]
         box = (*((at, at + 1) for at in index), *region[cut:])
         yield (first + start * behind, first + stop * behind), box
+
+
+def _count_runs(region: Region, shape: Shape, cut: int) -> int:
+    """Returns the number of such ranges."""
+    return math.prod(_size(region[: max(cut, _last_cut(region, shape))]))
 
 
 def _boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int]]:
@@ -533,24 +594,6 @@ def _boxes_at(
         yield ((index, index + 1), *box), place + first
 
 
-def copy_elements(into: Array, array: Array) -> None:
-    """Copies an array; if its axes are in another order, in blocks that fit a cache."""
-    near = min(range(array.ndim), key=lambda axis: array.strides[axis], default=0)
-    last = array.ndim - 1
-    if last < 1 or near == last or array.nbytes < BLOCKED_BYTES:
-        np.copyto(into, array)
-        return
-    if array.shape[last] <= FEW:  # else the innermost loop is as short
-        for at in range(array.shape[last]):
-            np.copyto(into[..., at], array[..., at])
-        return
-    starts = (range(0, array.shape[axis], BLOCK) for axis in (near, last))
-    for first, second in product(*starts):
-        block: list[Any] = [slice(None)] * array.ndim
-        block[near], block[last] = (slice(n, n + BLOCK) for n in (first, second))
-        np.copyto(into[tuple(block)], array[tuple(block)])
-
-
 def check_axis(what: str, inner: Expression, axis: int) -> int:
     """Returns an axis counted from the first one."""
     rank = len(inner.shape)
@@ -577,6 +620,13 @@ def _check_shape(shape: Sequence[int]) -> Shape:
     if problem := shape_problem(shape):
         raise ValueError(problem)
     return tuple(shape)
+
+
+def _within(region: Region, outer: Region) -> Region:
+    """Returns a region as a part of another one."""
+    return tuple(
+        (a - first, b - first) for (a, b), (first, _) in zip(region, outer, strict=True)
+    )
 
 
 def _size(region: Region) -> Shape:

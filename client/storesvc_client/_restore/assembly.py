@@ -16,10 +16,10 @@ compared with the manifest. A wrong byte cannot reach the caller, because of the
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,10 +27,12 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.dtypes import CHECKSUM_BYTES, DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
+from storesvc.format.trees import Tree
 from storesvc_client._chunks.buffers import (
     Buffer,
     BufferLayout,
     Bytes,
+    Copy,
     Goal,
     NDArrayAny,
     Span,
@@ -39,6 +41,7 @@ from storesvc_client._chunks.buffers import (
 from storesvc_client._chunks.memory import allocate
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import NEVER, Deadline
+from storesvc_client._values.places import copy_elements
 from storesvc_client.errors import DataLossError, LimitError, UnavailableError
 
 PROGRESS_BYTES: Final = 64 << 10
@@ -67,12 +70,43 @@ class _Chunk:
     layout: BufferLayout
     buffers: Sequence[Buffer]
     """Buffers of its leaf."""
+    dtype: "np.dtype[Any]"
+    """Its dtype as it is stored."""
     into: Bytes | None = None
     """Memory of its pieces: part of a buffer, or scratch memory to copy from."""
     received: int = 0
     """Bytes received, including the stored checksum."""
     checksum: int = 0
     tail: bytes = b""
+
+    def view(self, copy: Copy) -> NDArrayAny:
+        """Returns the allocated memory of the segment that a copy goes to."""
+        segment = self.layout.groups[copy.group].segments[copy.segment]
+        return self.buffers[copy.group].view(segment.place)
+
+
+Planned: TypeAlias = tuple[int, BufferLayout, Sequence[Buffer]]
+"""A row, and the buffers that its chunks fill, one for each group of the layout."""
+
+
+def _plan_buffers(
+    tree: Tree, wanted: Iterable[tuple[int, Sequence[Region]]]
+) -> Iterator[Planned]:
+    """Plans new buffers for rows of a tree, each with the distinct regions of it to
+    read."""
+    layouts: dict[tuple[int, tuple[Region, ...]], BufferLayout] = {}
+    for row, regions in wanted:
+        grid, key = tree.grids[row], (id(tree.grids[row]), tuple(regions))
+        if key not in layouts:
+            is_small = grid.count <= _KEPT_CHUNKS
+            plan = _plan_again if is_small else plan_buffer_layout
+            layouts[key] = plan(grid, key[1])
+        dtype = DTYPES[tree.leaves[row].dtype]
+        yield (
+            row,
+            layouts[key],
+            [Buffer(row, group, dtype) for group in layouts[key].groups],
+        )
 
 
 class ChunkSource(Protocol):
@@ -90,6 +124,7 @@ class Assembly:
         manifest: Manifest,
         wanted: Iterable[tuple[int, Sequence[Region]]],
         *,
+        shared: Sequence[Planned] = (),
         name: str,
         place: Callable[[Buffer], None],
         meter: Meter | None = None,
@@ -102,6 +137,7 @@ class Assembly:
         Args:
             manifest: Manifest of the checkpoint.
             wanted: Rows of leaves, each with the distinct regions of it to read.
+            shared: Other rows, whose chunks fill buffers that they share.
             name: Name of the checkpoint in messages.
             place: Called with each buffer once it is complete and verified, in the
                 thread that added its last piece.
@@ -133,15 +169,18 @@ class Assembly:
         leaves whose reading has begun."""
         self._parts: dict[int, tuple[BufferLayout, Sequence[Buffer]]] = {}
         """Layout and buffers of each row."""
-        layouts: dict[tuple[int, tuple[Region, ...]], BufferLayout] = {}
         first_chunk = tree.first_chunk.tolist()
-        for row, regions in wanted:
-            grid, key = tree.grids[row], (id(tree.grids[row]), tuple(regions))
-            if key not in layouts:
-                is_small = grid.count <= _KEPT_CHUNKS
-                plan = _plan_again if is_small else plan_buffer_layout
-                layouts[key] = plan(grid, key[1])
-            self._plan(row, layouts[key], first_chunk[row])
+        for row, layout, buffers in _plan_buffers(tree, wanted):
+            self._plan(row, layout, buffers, first_chunk[row])
+            for buffer in buffers:
+                self.buffer_bytes += buffer.group.size_bytes
+                if not buffer.chunks_left:  # the leaf has no elements
+                    buffer.begin(self.allocate)
+                    self._place(buffer)
+        for row, layout, buffers in shared:
+            self._plan(row, layout, buffers, first_chunk[row])
+        once = {buffer for _, _, buffers in shared for buffer in buffers}
+        self.buffer_bytes += sum(buffer.group.size_bytes for buffer in once)
         self._lengths: list[int] = tree.stored_lengths.tolist()
         self._unreported_bytes = 0
         self._suspects: set[int] = set()
@@ -189,7 +228,7 @@ class Assembly:
                 raise KeyError(ordinal)
             row, within = self._manifest.tree.locate(ordinal)
             layout, buffers = self._parts[row]
-            fresh = _Chunk(layout.goal(within), layout, buffers)
+            fresh = _Chunk(layout.goal(within), layout, buffers, self._dtype(row))
             chunk = self._chunks.setdefault(ordinal, fresh)
         return chunk
 
@@ -245,7 +284,9 @@ class Assembly:
             if ordinal in self._suspects:
                 raise
             self._suspects.add(ordinal)
-            self._chunks[ordinal] = _Chunk(chunk.goal, chunk.layout, chunk.buffers)
+            self._chunks[ordinal] = replace(
+                chunk, into=None, received=0, checksum=0, tail=b""
+            )
             return False
         if ordinal in self._suspects:
             self.log_corrupted(ordinal)
@@ -283,9 +324,9 @@ class Assembly:
                     try:
                         taken += buffer.begin(self.allocate)
                     except MemoryError:
-                        key = self._manifest.tree.leaves[buffer.row].key
+                        chunk_name = self._manifest.tree.describe_chunk(ordinal)
                         raise LimitError(
-                            f"{self._name} leaf {key!r}: expected to allocate "
+                            f"{self._name} {chunk_name}: expected to allocate "
                             f"{buffer.group.size_bytes} bytes of host memory, got "
                             "none; restore fewer leaves at a time (select=), use a "
                             "mesh of more processes, or a host with more memory"
@@ -336,14 +377,13 @@ class Assembly:
         if isinstance(goes, Span):
             buffer = chunk.buffers[goes.group]
             memory = buffer.memory[goes.start : goes.start + grid.chunk_bytes]
-            return [(region, memory.view(buffer.dtype).reshape(grid.chunk_shape))]
+            return [(region, memory.view(chunk.dtype).reshape(grid.chunk_shape))]
         found = []
         for copy in goes:
-            segment = chunk.buffers[copy.group].segments[copy.segment]
             # the index ends with an ellipsis
             along = zip(copy.source[: len(region)], region, strict=True)
             bounds = tuple((at + s.start, at + s.stop) for s, (at, _) in along)
-            found.append((bounds, segment[copy.target]))
+            found.append((bounds, chunk.view(copy)[copy.target]))
         return found
 
     def piece_bytes(self, ordinal: int, at_most: int) -> int:
@@ -367,12 +407,11 @@ class Assembly:
             begin = goes.start + start
             np.copyto(memory[begin : begin + len(elements)], elements)
             return
-        stored = elements.view(chunk.buffers[goes[0].group].dtype)
+        stored = elements.view(chunk.dtype)
         if len(elements) == layout.grid.chunk_bytes:
             stored = stored.reshape(layout.grid.chunk_shape)
             for copy in goes:
-                segment = chunk.buffers[copy.group].segments[copy.segment]
-                np.copyto(segment[copy.target], stored[copy.source])
+                copy_elements(chunk.view(copy)[copy.target], stored[copy.source])
             return
         axis, shape = layout.row_axis, list(layout.grid.chunk_shape)
         first, shape[axis] = (n // layout.row_bytes for n in (start, len(elements)))
@@ -380,8 +419,7 @@ class Assembly:
         for copy in goes:
             found = copy.of_rows(axis, first, first + shape[axis])
             if found is not None:
-                segment = chunk.buffers[copy.group].segments[copy.segment]
-                np.copyto(segment[found[1]], stored[found[0]])
+                copy_elements(chunk.view(copy)[found[1]], stored[found[0]])
 
     def check(self, ordinal: int, checksum: int, tail: bytes) -> None:
         """Verifies the checksum of a chunk against the manifest.
@@ -487,12 +525,13 @@ class Assembly:
         reads = f"it reads {part}; " if part else ""
         return reads + (self.outstanding or "it has read all")
 
-    def _plan(self, row: int, layout: BufferLayout, first: int) -> None:
-        dtype = DTYPES[self._manifest.tree.leaves[row].dtype]
-        buffers = []
-        for group in layout.groups:
-            buffers.append(Buffer(row, group, dtype))
-            self.buffer_bytes += group.size_bytes
+    def _dtype(self, row: int) -> "np.dtype[Any]":
+        dtype: np.dtype[Any] = DTYPES[self._manifest.tree.leaves[row].dtype]
+        return dtype
+
+    def _plan(
+        self, row: int, layout: BufferLayout, buffers: Sequence[Buffer], first: int
+    ) -> None:
         self._parts[row] = layout, buffers
         count = len(layout.chunks)
         self._missing += count
@@ -501,10 +540,7 @@ class Assembly:
         else:
             self._is_missing[first + layout.chunks] = True
         if count <= _FEW_CHUNKS:
+            dtype = self._dtype(row)
             for within in layout.chunks.tolist():
-                chunk = _Chunk(layout.goal(within), layout, buffers)
+                chunk = _Chunk(layout.goal(within), layout, buffers, dtype)
                 self._chunks[first + within] = chunk
-        for buffer in buffers:
-            if not buffer.chunks_left:  # the leaf has no elements
-                buffer.begin(self.allocate)
-                self._place(buffer)

@@ -1,8 +1,9 @@
 """A checkpoint as a mapping shows it: another tree, read from the stored one.
 
-``MappedReader`` is a reader like the one within it. Leaves of which only the key
-changes are read as they are stored, into the buffers that are returned. The others are
-read chunk by chunk of a grid of their own, chosen so that each needs few stored chunks:
+``MappedReader`` is a reader like the one within it. If a buffer that is returned holds
+the elements of stored leaves in any order, with any strides, stored chunks are read
+into it (``_BufferPlan``). The others are built chunk by chunk of a grid of their own,
+chosen so that each needs few stored chunks:
 
 1. Chunks that need the same stored leaves are read together, in the order of what they
    need, so that a stored chunk that several of them need is read once.
@@ -13,13 +14,13 @@ read chunk by chunk of a grid of their own, chosen so that each needs few stored
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +30,16 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Tree
-from storesvc_client._chunks.buffers import Buffer
-from storesvc_client._chunks.memory import cut_batches
-from storesvc_client._mapping.expressions import (
-    Expression,
-    Source,
-    copy_elements,
+from storesvc_client._chunks.buffers import (
+    Buffer,
+    BufferLayout,
+    Group,
+    Segment,
+    plan_buffer_layout,
+    plan_part_layout,
 )
+from storesvc_client._chunks.memory import cut_batches
+from storesvc_client._mapping.expressions import Expression, Fill, Source
 from storesvc_client._mapping.families import load_table
 from storesvc_client._mapping.planning import MappedTree, make_source, plan_mapping
 from storesvc_client._mapping.rules import (
@@ -44,12 +48,14 @@ from storesvc_client._mapping.rules import (
     check_rules,
     parse_rules,
 )
-from storesvc_client._restore.assembly import Assembly
+from storesvc_client._restore.assembly import Assembly, Planned
+from storesvc_client._restore.data_file_reads import BUDGET_BYTES
 from storesvc_client._restore.items import Items
 from storesvc_client._restore.open_tree import TreeReader
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import Deadline, DurationLike, shown
 from storesvc_client._values.options import MappingRules, RestoreRequest
+from storesvc_client._values.places import Place, copy_elements
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -187,8 +193,8 @@ class MappedReader(TreeReader):
 
 
 class MappedAssembly(Assembly):
-    """The buffers of leaves that are built; and ``stored``, the buffers of leaves that
-    are read as they are stored."""
+    """The buffers of leaves that are built; and ``stored``, those that stored chunks
+    are read into."""
 
     def __init__(
         self,
@@ -198,21 +204,9 @@ class MappedAssembly(Assembly):
         meter: Meter,
         deadline: Deadline,
     ) -> None:
-        rows = dict[int, int]()
-        stored, built = list[tuple[int, Sequence[Region]]](), []
+        plan, built = _BufferPlan(reader), list[tuple[int, Sequence[Region]]]()
         for row, regions in wanted:
-            expression = reader.expressions[row]
-            # a second leaf made of the same one is built: no buffer serves two
-            if isinstance(expression, Source) and expression.row not in rows:
-                rows[expression.row] = row
-                stored.append((expression.row, regions))
-            else:
-                built.append((row, regions))
-
-        def place_stored(buffer: Buffer) -> None:
-            buffer.row = rows[buffer.row]
-            place(buffer)
-
+            built += [] if plan.add(row, regions) else [(row, regions)]
         super().__init__(
             reader.manifest,
             built,
@@ -223,8 +217,126 @@ class MappedAssembly(Assembly):
             allocate=reader.allocate,
         )
         self.deadline = deadline
-        self.stored = reader.inner.plan_reads(stored, place_stored, meter, deadline)
+        shared = plan.finish()
+        self.stored = Assembly(
+            reader.inner.manifest,
+            [],
+            shared=shared,
+            name=reader.inner.name,
+            place=place,
+            meter=meter,
+            deadline=deadline,
+            allocate=reader.allocate,
+        )
+        self.batches = [*plan.cut(shared)]
+        """Chunks of ``stored``, in batches that fill buffers of bounded size."""
         self.buffer_bytes += self.stored.buffer_bytes
+
+
+class _BufferPlan:
+    """Decides which part of which buffer each stored chunk fills."""
+
+    def __init__(self, reader: MappedReader) -> None:
+        self._reader = reader
+        self._buffers = list[Buffer]()
+        self._parts: dict[int, list[tuple[int, Segment]]] = defaultdict(list)
+        """Parts of ``_buffers`` that each stored row fills."""
+        self._known: dict[Any, list[_Filling] | None] = {}
+        """Layers of a model are mapped in the same way, and planned once."""
+
+    def add(self, row: int, regions: Sequence[Region]) -> bool:
+        """Adds the buffers of regions of a leaf; returns False, and adds nothing, if
+        elements must be built, or are of no stored leaf."""
+        expression, numbers = self._reader.expressions[row], dict[int, int]()
+        order = tuple(
+            numbers.setdefault(source.row, len(numbers))
+            for source in expression.sources()
+        )
+        key = (expression, order, tuple(regions))
+        if key not in self._known:
+            layout = plan_buffer_layout(self._reader.tree.grids[row], regions)
+            fillings = [_fill(expression, group, numbers) for group in layout.groups]
+            found = [each for each in fillings if each is not None]
+            self._known[key] = found if len(found) == len(fillings) else None
+        if (known := self._known[key]) is None:
+            return False
+        rows = [*numbers]
+        for each in known:
+            buffer = Buffer(row, each.group, DTYPES[expression.dtype])
+            buffer.chunks_left, buffer.fills = 0, each.fills  # see ``finish``
+            for number, segment in each.parts:
+                self._parts[rows[number]].append((len(self._buffers), segment))
+            self._buffers.append(buffer)
+        return True
+
+    def finish(self) -> list[Planned]:
+        """Returns the rows to read, with their buffers."""
+        layouts: dict[Any, BufferLayout] = {}
+        found = list[Planned]()
+        for row, parts in self._parts.items():
+            grid = self._reader.inner.tree.grids[row]
+            numbers = dict[int, int]()
+            mine = tuple(
+                (numbers.setdefault(buffer, len(numbers)), segment)
+                for buffer, segment in parts
+            )
+            if (key := (id(grid), mine)) not in layouts:
+                layouts[key] = plan_part_layout(grid, mine)
+            buffers = [self._buffers[number] for number in numbers]
+            for buffer, group in zip(buffers, layouts[key].groups, strict=True):
+                buffer.chunks_left += group.chunk_count
+            found.append((row, layouts[key], buffers))
+        return found
+
+    def cut(self, shared: Sequence[Planned]) -> Iterator[list[int]]:
+        """Yields the chunks to read, in batches by the first buffer that each fills."""
+        sizes = np.cumsum([0, *(each.group.size_bytes for each in self._buffers)])
+        batches = defaultdict[int, list[int]](list)
+        number = {buffer: n for n, buffer in enumerate(self._buffers)}
+        for row, layout, buffers in shared:
+            chunks, segments = layout.holding
+            own = np.array([number[buffer] for buffer in buffers])
+            filled = own[np.array([group for group, _ in layout.places])[segments]]
+            each, starts = np.unique(chunks, return_index=True)
+            numbers = sizes[np.minimum.reduceat(filled, starts)] // BUDGET_BYTES
+            first = self._reader.inner.tree.first_chunk[row]
+            found = (first + each).tolist()
+            for at, chunk in zip(numbers.tolist(), found, strict=True):
+                batches[at].append(chunk)
+        for _, batch in sorted(batches.items()):
+            yield sorted(batch)
+
+
+class _Filling(NamedTuple):
+    """A group of segments of a mapped leaf, and what fills it."""
+
+    group: Group
+    parts: Sequence[tuple[int, Segment]]
+    """Number of a stored leaf, among those of the expression, and a part of it."""
+    fills: Sequence[tuple[Place, NDArray[Any]]]
+
+
+def _fill(
+    expression: Expression, group: Group, numbers: Mapping[int, int]
+) -> _Filling | None:
+    """Returns what fills a group; None if elements must be built, or are of no stored
+    leaf."""
+    parts, fills = list[tuple[int, Segment]](), list[tuple[Place, NDArray[Any]]]()
+    for segment in group.segments:
+        for one, region, place in expression.destinations(
+            segment.region, segment.place
+        ):
+            if 0 in place.shape:
+                continue
+            if isinstance(one, Fill):
+                fills.append((place, one.build(region, iter(()))))
+            elif isinstance(one, Source):
+                is_cast = one.dtype != expression.dtype
+                part = Segment(region=region, place=place, is_cast=is_cast)
+                parts.append((numbers[one.row], part))
+            else:
+                return None
+    return _Filling(group, parts, fills) if parts else None
 
 
 class MappedSource:
@@ -238,7 +350,9 @@ class MappedSource:
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         assert isinstance(assembly, MappedAssembly)
-        self._read_stored(assembly.stored)
+        for chunks in assembly.batches:
+            self._read_stored(assembly.stored, chunks)
+        assembly.stored.check_complete()
         tree = self._reader.tree
         needs = {
             ordinal: [*self._expression(ordinal).requests(self._region(ordinal))]
@@ -275,11 +389,9 @@ class MappedSource:
         row, within = self._reader.tree.locate(ordinal)
         return self._reader.tree.grids[row].region(within)
 
-    def _read_stored(self, assembly: Assembly) -> None:
-        missing = assembly.missing
-        self.read_bytes += sum(map(assembly.length, missing))
-        self._reader.inner.open_source().read(missing, assembly)
-        assembly.check_complete()
+    def _read_stored(self, assembly: Assembly, chunks: Sequence[int]) -> None:
+        self.read_bytes += sum(map(assembly.length, chunks))
+        self._reader.inner.open_source().read(chunks, assembly)
 
     def _read_batch(self, batch: Sequence[int], assembly: "MappedAssembly") -> None:
         assembly.begin(batch)
@@ -300,9 +412,9 @@ class MappedSource:
 
         meter = Meter("restore", self._reader.name, within=assembly.meter)
         rows = [(row, [*regions]) for row, regions in wanted.items()]
-        self._read_stored(
-            self._reader.inner.plan_reads(rows, keep, meter, assembly.deadline)
-        )
+        stored = self._reader.inner.plan_reads(rows, keep, meter, assembly.deadline)
+        self._read_stored(stored, stored.missing)
+        stored.check_complete()
         # 3.
         with assembly.meter.phase("copy"):
             for expression, region, into in parts:

@@ -1,0 +1,204 @@
+"""Measures mapped restores beside plain ones of the same bytes.
+
+    python -m benchmarks mapping [--rounds 12] [--only stack transpose ...]
+
+One embedded store on tmpfs, restores of NumPy arrays on one device, in turns. A ratio
+is that of two neighbouring restores, so that it holds on a machine that other programs
+use, too; prints the median over the rounds. "sharded" restores to 8 devices.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.speed.rounds import PLACES, SETTINGS
+
+LAYERS: Final = 8
+
+BARS: Final = {"views": 0.9, "transposes": 0.7}
+"""Least speed of a mapped restore, of that of a plain one."""
+
+_EACH: Final = "l/{n}/{name*}"
+_RULES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    "rename": ("views", {"from": _EACH, "to": "m/{n}/{name}"}),
+    "stack": (
+        "views",
+        {
+            "from": "l/{n:int}/{name*}",
+            "to": "m/{name}",
+            "operations": [{"stack": {"axis": 0, "by": "n"}}],
+        },
+    ),
+    "stack inner": (
+        "views",
+        {
+            "from": "l/{n:int}/{name*}",
+            "to": "m/{name}",
+            "operations": [{"stack": {"axis": 1, "by": "n"}}],
+        },
+    ),
+    "unstack": (
+        "views",
+        {
+            "from": "l/{n}/q",
+            "to": "m/{n}/{h}",
+            "operations": [
+                {"reshape": [16, 128, 2048]},
+                {"unstack": {"axis": 0, "by": "h"}},
+            ],
+        },
+    ),
+    "join": (
+        "views",
+        {
+            "from": ["l/{n}/q", "l/{n}/k", "l/{n}/v"],
+            "to": "m/{n}",
+            "operations": [{"concatenate": {"axis": 0}}],
+        },
+    ),
+    "join inner": (
+        "views",
+        {
+            "from": ["l/{n}/q", "l/{n}/k", "l/{n}/v"],
+            "to": "m/{n}",
+            "operations": [{"concatenate": {"axis": 1}}],
+        },
+    ),
+    "split inner": (
+        "views",
+        {
+            "from": _EACH,
+            "to": ["m/{n}/{name}/a", "m/{n}/{name}/b"],
+            "operations": [{"split": {"axis": 1, "sizes": [1536, 512]}}],
+        },
+    ),
+    "pad": (
+        "views",
+        {
+            "from": _EACH,
+            "to": "m/{n}/{name}",
+            "operations": [{"pad": {"axis": 0, "size": 2056, "value": 0}}],
+        },
+    ),
+    "cast": (
+        "views",
+        {"from": _EACH, "to": "m/{n}/{name}", "operations": [{"cast": "bfloat16"}]},
+    ),
+    "heads": (
+        "transposes",
+        {
+            "from": _EACH,
+            "to": "m/{n}/{name}",
+            "operations": [
+                {"permute_heads": {"axis": 0, "heads": 16, "from": "halves"}}
+            ],
+        },
+    ),
+    "heads inner": (
+        "transposes",
+        {
+            "from": _EACH,
+            "to": "m/{n}/{name}",
+            "operations": [
+                {"permute_heads": {"axis": 1, "heads": 16, "from": "halves"}}
+            ],
+        },
+    ),
+    "transpose": (
+        "transposes",
+        {"from": _EACH, "to": "m/{n}/{name}", "operations": [{"transpose": [1, 0]}]},
+    ),
+}
+
+
+def main() -> None:
+    """Prints a line for each operation, and the bars."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", nargs="+", choices=_RULES, default=[*_RULES])
+    parser.add_argument("--sharded", action="store_true", help="restore to 8 devices")
+    arguments = parser.parse_args()
+    os.environ |= SETTINGS  # before jax starts
+    if arguments.sharded:
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    print(
+        f"{'a mapped restore / a plain one':32}{'speed':>8}{'CPU':>8}{'ms':>8}"
+        f"{'bar':>8}"
+    )
+    for name, found in _measure(arguments).items():
+        kind, _ = _RULES[name]
+        speed = median(plain / own for plain, own in found["seconds"])
+        cpu = median(own / plain for plain, own in found["cpu"])
+        milliseconds = 1e3 * median(own for _, own in found["seconds"])
+        says = "met" if speed >= BARS[kind] else f"{BARS[kind]}"
+        print(
+            f"{name:32}{speed:8.2f}{cpu:8.2f}{milliseconds:8.1f}{says:>8}", flush=True
+        )
+
+
+def _measure(arguments: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
+    """Returns pairs of seconds, and of CPU seconds: of the plain restore, and of the
+    mapped one."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh
+
+    import storesvc_client as store
+
+    mesh = Mesh(jax.devices(), ("x",)) if arguments.sharded else None
+    layer = {
+        name: jnp.arange(2048 * 2048, dtype=jnp.float32).reshape(2048, 2048)
+        for name in "qkv"
+    }
+    found: dict[str, Any] = {
+        name: {"seconds": [], "cpu": []} for name in arguments.only
+    }
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="storesvc-bench-", dir=PLACES["tmpfs"]
+        ) as where,
+        store.connect(Path(where).as_uri()) as client,
+    ):
+        run = client.run("bench/mapping")
+        run.save(
+            1,
+            {
+                "l": {
+                    str(n): {k: v + n for k, v in layer.items()} for n in range(LAYERS)
+                }
+            },
+        ).result()
+
+        restored = list[Any]()
+
+        def restore(step: int, mapping: Any = None) -> tuple[float, float]:
+            restored.clear()
+            rules = [("", jax.sharding.PartitionSpec("x"))] if mesh else None
+            began, cpu = time.perf_counter(), time.process_time()
+            restored.append(run.restore(step, mapping=mapping, mesh=mesh, rules=rules))
+            jax.block_until_ready(restored)
+            return time.perf_counter() - began, time.process_time() - cpu
+
+        for step, name in enumerate(arguments.only, start=2):
+            mapping = {"version": 1, "otherwise": "drop", "rules": [_RULES[name][1]]}
+            restore(1, mapping)
+            run.save(step, *restored).result()
+            for turn in range(arguments.rounds + 1):
+                both = [(step, None), (1, mapping)]
+                each = [restore(*one) for one in (both[::-1] if turn % 2 else both)]
+                for kind, pair in zip(
+                    ("seconds", "cpu"), zip(*each, strict=True), strict=True
+                ):
+                    if turn:  # the first touches memory
+                        found[name][kind].append(pair[::-1] if turn % 2 else pair)
+            run.delete(step)
+    return found
+
+
+if __name__ == "__main__":
+    main()

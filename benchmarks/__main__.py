@@ -21,7 +21,7 @@ OTHERS: Final = {
     "memory": "the server's memory while a tree is saved and restored",
     "mounts": "restores from a checkpoint of Orbax, by this store and by Orbax",
     "requests": "the requests to a bucket, and how many of them wait for others",
-    "mapping": "mapped restores beside plain ones",
+    "mapping": "mapped and plain restores of the same bytes",
     "reuse": "the search for equal chunks in a save that has none",
     "scale": "the laws by which requests, bytes and CPU grow, and costs of a fleet",
     "shapes": "this store and Orbax on states of any shape, drawn by a seed",

@@ -1,4 +1,4 @@
-"""Measures mapped restores beside plain ones of the same bytes.
+"""Measures mapped restores against plain ones of the same bytes.
 
     python -m benchmarks mapping [--rounds 12] [--only stack transpose ...]
 

@@ -212,7 +212,7 @@ def test_a_bucket_sends_each_byte_once(
 
     wanted = sum(array.nbytes for array in tensors.values())
     assert wanted <= gcs.sent_bytes - before <= 1.05 * wanted
-    check_leaves(run, done.step, map_tensors(tensors))
+    check_leaves(run, done.checkpoint.step, map_tensors(tensors))
 
 
 def test_units_and_what_they_are_made_of_have_a_bounded_size(

@@ -312,7 +312,7 @@ class _Filling(NamedTuple):
 
     group: Group
     parts: Sequence[tuple[int, Segment]]
-    """Number of a stored leaf, among those of the expression, and a part of it."""
+    """Number of a stored leaf, among the ones of the expression, and a part of it."""
     fills: Sequence[tuple[Place, NDArray[Any]]]
 
 

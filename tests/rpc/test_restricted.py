@@ -246,8 +246,14 @@ def test_protected_tags_pins_and_policies_need_a_manager(server: Restricted) -> 
         update_mask=FieldMask(paths=["purge_delay"]),
         request_id=_id(),
     )
-    assert refused(stub.UpdateRun, purge_delay)[0] == "PERMISSION_DENIED"
-    boss.UpdateRun(purge_delay)
+    migrations = api.UpdateRunRequest(
+        run=api.Run(name="namespaces/aaa/runs/llama", migrations=[b"{}"]),
+        update_mask=FieldMask(paths=["migrations"]),
+        request_id=_id(),
+    )
+    for request in purge_delay, migrations:
+        assert refused(stub.UpdateRun, request)[0] == "PERMISSION_DENIED"
+        boss.UpdateRun(request)
 
 
 def test_a_namespace_is_collected_by_callers_who_manage_all_of_it(

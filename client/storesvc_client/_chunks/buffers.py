@@ -377,9 +377,7 @@ class Buffer:
 
     def view(self, place: Place) -> NDArrayAny:
         """Returns the elements of a place."""
-        return np.ndarray(
-            place.shape, self.dtype, self.memory, place.start, place.strides
-        )
+        return place.view(self.memory, self.dtype)
 
     def begin(self, allocate: "Callable[[int], Bytes]") -> int:
         """Allocates the memory unless it was allocated; returns the bytes that this

@@ -1,13 +1,13 @@
 """Expressions: an array of the target as a map of index regions of stored arrays.
 
-Each expression has a shape and a dtype. ``requests`` returns the regions of stored
-arrays that a region of it needs, ``build`` makes that region of their elements, which
-it gets in the same order. So a part of the target reads what it needs, and nothing
-more. No expression here computes with elements, ``arithmetic.py`` has some that do;
-``Cast`` alone changes them.
+Each expression has a shape and a dtype. ``destinations`` says where the elements of
+stored arrays go in the memory of a region, so that they are read into it.
 
-``destinations`` says where the elements of stored arrays go in the memory of a region,
-so that they are read into it, and nothing is built.
+If that cannot be said, the region is built: ``requests`` returns the regions of stored
+arrays that it needs, and ``build`` makes it of their elements, which it gets in the
+same order. Either way a part of the target reads what it needs, and nothing more. No
+expression here computes with elements, ``arithmetic.py`` has some that do; ``Cast``
+alone changes them.
 
 >>> stored = Source("float32", (4, 6), row=0, kind=0, stored_chunk_shape=(4, 6))
 >>> swapped = Transpose.make(stored, [1, 0])
@@ -17,10 +17,10 @@ so that they are read into it, and nothing is built.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, product, repeat
+from itertools import chain, product
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -146,21 +146,52 @@ class Fill(Expression):
 
 
 @dataclass(frozen=True)
-class _Changed(Expression):
-    """An expression with one part."""
+class _Moved(Expression):
+    """Elements of other expressions at other places."""
+
+    @abstractmethod
+    def places(self, region: Region, place: Place) -> Destinations:
+        """See ``destinations``; does not yield itself."""
+
+    def is_direct(self, region: Region, place: Place) -> bool:  # noqa: ARG002 - some do
+        """Returns whether elements of a region go to a place in few pieces."""
+        return True
+
+    def cover(self, region: Region) -> Region:
+        """Returns the region, or a larger one that is built in few pieces."""
+        return region
+
+    def destinations(self, region: Region, place: Place) -> Destinations:
+        if self.is_direct(region, place):
+            return self.places(region, place)
+        return super().destinations(region, place)
+
+    def _pieces(self, covered: Region) -> Destinations:
+        itemsize = DTYPES[self.dtype].itemsize
+        return self.places(covered, Place.of_array(_size(covered), itemsize))
+
+    def requests(self, region: Region) -> Requests:
+        for one, inside, _ in self._pieces(self.cover(region)):
+            yield from one.requests(inside)
+
+    def build(self, region: Region, arrays: Arrays) -> Array:
+        covered, dtype = self.cover(region), DTYPES[self.dtype]
+        found = np.empty(_size(covered), dtype)
+        memory = found.reshape(-1).view(np.uint8)
+        for one, inside, place in self._pieces(covered):
+            copy_elements(place.view(memory, dtype), one.build(inside, arrays))
+        return part(found, covered, region)
+
+
+@dataclass(frozen=True)
+class _Changed(_Moved):
+    """Elements of one expression."""
 
     inner: Expression
 
     @property
     def chunk_shape(self) -> Shape:
         return self.inner.chunk_shape
-
-    def back(self, region: Region) -> Region:
-        """Returns the region of the part that a region is made of."""
-        return region
-
-    def requests(self, region: Region) -> Requests:
-        return self.inner.requests(self.back(region))
 
     def sources(self) -> Iterator[Source]:
         return self.inner.sources()
@@ -179,11 +210,16 @@ class Cast(_Changed):
             )
         return inner if dtype == inner.dtype else cls(dtype, inner.shape, inner)
 
-    def destinations(self, region: Region, place: Place) -> Destinations:
-        found = [*self.inner.destinations(region, place)]
+    def places(self, region: Region, place: Place) -> Destinations:
+        return self.inner.destinations(region, place)
+
+    def is_direct(self, region: Region, place: Place) -> bool:
         # else it is cast twice, as a copy cannot
-        is_once = all(each.dtype == self.inner.dtype for each, _, _ in found)
-        return iter(found) if is_once else super().destinations(region, place)
+        found = self.places(region, place)
+        return all(one.dtype == self.inner.dtype for one, _, _ in found)
+
+    def requests(self, region: Region) -> Requests:
+        return self.inner.requests(region)
 
     def build(self, region: Region, arrays: Arrays) -> Array:
         return self.inner.build(region, arrays).astype(DTYPES[self.dtype])
@@ -212,16 +248,10 @@ class Transpose(_Changed):
         inner = self.inner.chunk_shape
         return tuple(inner[axis] for axis in self.axes)
 
-    def back(self, region: Region) -> Region:
-        places = np.argsort(self.axes).tolist()
-        return tuple(region[place] for place in places)
-
-    def destinations(self, region: Region, place: Place) -> Destinations:
+    def places(self, region: Region, place: Place) -> Destinations:
         axes = np.argsort(self.axes).tolist()
-        return self.inner.destinations(self.back(region), place.transpose(axes))
-
-    def build(self, region: Region, arrays: Arrays) -> Array:
-        return self.inner.build(self.back(region), arrays).transpose(self.axes)
+        inside = tuple(region[axis] for axis in axes)
+        return self.inner.destinations(inside, place.transpose(axes))
 
 
 @dataclass(frozen=True)
@@ -250,15 +280,9 @@ class Slice(_Changed):
         shape = _put(inner.shape, axis, ())
         return Reshape.make(cls.make(inner, axis, index, index + 1), shape)
 
-    def back(self, region: Region) -> Region:
-        start, stop = region[self.axis]
-        return _put(region, self.axis, ((start + self.start, stop + self.start),))
-
-    def destinations(self, region: Region, place: Place) -> Destinations:
-        return self.inner.destinations(self.back(region), place)
-
-    def build(self, region: Region, arrays: Arrays) -> Array:
-        return self.inner.build(self.back(region), arrays)
+    def places(self, region: Region, place: Place) -> Destinations:
+        along = tuple(at + self.start for at in region[self.axis])
+        return self.inner.destinations(_put(region, self.axis, (along,)), place)
 
 
 @dataclass(frozen=True)
@@ -277,29 +301,27 @@ class Repeat(_Changed):
         shape = _check_shape(_put(inner.shape, axis, (inner.shape[axis] * times,)))
         return cls(inner.dtype, shape, inner, axis=axis, times=times)
 
-    def back(self, region: Region) -> Region:
+    def _divide(self, region: Region) -> Region:
         start, stop = region[self.axis]
         wanted = ((start // self.times, -(-stop // self.times)),)
         return _put(region, self.axis, wanted)
 
-    def destinations(self, region: Region, place: Place) -> Destinations:
-        if any(at % self.times for at in region[self.axis]):
-            yield self, region, place
-            return
+    def cover(self, region: Region) -> Region:
+        inside = self._divide(region)
+        along = tuple(at * self.times for at in inside[self.axis])
+        return _put(inside, self.axis, (along,))
+
+    def is_direct(self, region: Region, place: Place) -> bool:  # noqa: ARG002 - as in all
+        return self.cover(region) == region
+
+    def places(self, region: Region, place: Place) -> Destinations:
         for first in range(self.times):
             every = place.step(self.axis, self.times, first)
-            yield from self.inner.destinations(self.back(region), every)
-
-    def build(self, region: Region, arrays: Arrays) -> Array:
-        back = self.back(region)
-        found = self.inner.build(back, arrays).repeat(self.times, self.axis)
-        first = back[self.axis][0] * self.times
-        holds = (first, first + found.shape[self.axis])
-        return part(found, _put(region, self.axis, (holds,)), region)
+            yield from self.inner.destinations(self._divide(region), every)
 
 
 @dataclass(frozen=True)
-class Join(Expression):
+class Join(_Moved):
     """Arrays one after another along an axis."""
 
     parts: tuple[Expression, ...]
@@ -354,35 +376,20 @@ class Join(Expression):
         """Start of each part along the axis, and the end of the last one."""
         return np.cumsum([0, *(each.shape[self.axis] for each in self.parts)])
 
-    def _pieces(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def places(self, region: Region, place: Place) -> Destinations:
         start, stop = region[self.axis]
         first = int(self._starts.searchsorted(start, side="right")) - 1
         last = int(self._starts.searchsorted(stop, side="left"))
         for number in range(first, last):
             begin, end = self._starts[number : number + 2].tolist()
             if begin < end:
-                along = (max(start, begin) - begin, min(stop, end) - begin)
-                yield self.parts[number], _put(region, self.axis, (along,))
-
-    def requests(self, region: Region) -> Requests:
-        for each, inside in self._pieces(region):
-            yield from each.requests(inside)
-
-    def destinations(self, region: Region, place: Place) -> Destinations:
-        first = region[self.axis][0]
-        for each, inside in self._pieces(region):
-            start, stop = inside[self.axis]
-            along = ((first, first + stop - start),)
-            own = place.part(_within(_put(region, self.axis, along), region))
-            yield from each.destinations(inside, own)
-            first += stop - start
+                low, high = max(start, begin), min(stop, end)
+                inside = _put(region, self.axis, ((low - begin, high - begin),))
+                own = _within(_put(region, self.axis, ((low, high),)), region)
+                yield from self.parts[number].destinations(inside, place.part(own))
 
     def sources(self) -> Iterator[Source]:
         return chain.from_iterable(each.sources() for each in self.parts)
-
-    def build(self, region: Region, arrays: Arrays) -> Array:
-        found = [each.build(inside, arrays) for each, inside in self._pieces(region)]
-        return found[0] if len(found) == 1 else np.concatenate(found, self.axis)
 
 
 @dataclass(frozen=True)
@@ -436,8 +443,7 @@ class Reshape(_Changed):
             found += reversed(wanted)
         return tuple(found)
 
-    def _cover(self, region: Region) -> Region:
-        """Returns the region, or a larger one that has few contiguous ranges."""
+    def cover(self, region: Region) -> Region:
         found = list(region)
         for _, target in self._groups:
             sizes, along = self.shape[target], found[target]
@@ -448,16 +454,21 @@ class Reshape(_Changed):
             found[target] = along
         return tuple(found)
 
-    def _moves(
-        self, region: Region, cuts: Iterable[int] = repeat(0)
-    ) -> Iterator[tuple[Region, list["_Move"]]]:
-        """Yields the boxes of the region that are contiguous in each group of axes,
-        with the moves that fill each; ``cuts`` as for ``_runs``."""
-        each = [
-            [*_runs(region[t], self.shape[t], cut)]
-            for (_, t), cut in zip(self._groups, cuts, strict=False)
-        ]
-        for runs in product(*each):
+    def _cuts(self, place: Place) -> list[int]:
+        """Returns the first axis of each group from which on its axes can be joined."""
+        return [place.joined_from(t.start, t.stop) - t.start for _, t in self._groups]
+
+    def is_direct(self, region: Region, place: Place) -> bool:
+        each = zip(self._groups, self._cuts(place), strict=True)
+        counts = (_count_runs(region[t], self.shape[t], cut) for (_, t), cut in each)
+        return math.prod(counts) <= MAX_RUNS
+
+    def places(self, region: Region, place: Place) -> Destinations:
+        targets = [target for _, target in self._groups]
+        each = zip(targets, self._cuts(place), strict=True)
+        for runs in product(*(_runs(region[t], self.shape[t], cut) for t, cut in each)):
+            box = tuple(range_ for _, along in runs for range_ in along)
+            flat = place.part(_within(box, region)).join(targets)
             boxes = [
                 [
                     (box, (start - run[0], start + math.prod(_size(box)) - run[0]))
@@ -465,75 +476,11 @@ class Reshape(_Changed):
                 ]
                 for (source, _), (run, _) in zip(self._groups, runs, strict=True)
             ]
-            moves = [
-                _Move(
-                    source=tuple(range_ for box, _ in found for range_ in box),
-                    goes=tuple(place for _, place in found),
-                )
-                for found in product(*boxes)
-            ]
-            yield tuple(range_ for _, box in runs for range_ in box), moves
-
-    def requests(self, region: Region) -> Requests:
-        for _, moves in self._moves(self._cover(region)):
-            for move in moves:
-                yield from self.inner.requests(move.source)
-
-    def destinations(self, region: Region, place: Place) -> Destinations:
-        groups = [target for _, target in self._groups]
-        cuts = [place.joined_from(g.start, g.stop) - g.start for g in groups]
-        boxes = math.prod(
-            _count_runs(region[g], self.shape[g], cut)
-            for g, cut in zip(groups, cuts, strict=True)
-        )
-        if boxes > MAX_RUNS:
-            yield self, region, place
-            return
-        for box, moves in self._moves(region, cuts):
-            flat = place.part(_within(box, region)).join(groups)
-            for move in moves:
-                sizes = [_size(move.source[source]) for source, _ in self._groups]
-                own = flat.part(move.goes).divide(sizes)
-                yield from self.inner.destinations(move.source, own)
-
-    def build(self, region: Region, arrays: Arrays) -> Array:
-        covered = self._cover(region)
-        found: Array | None = None
-        for box, moves in self._moves(covered):
-            filled = self._fill_box(box, moves, arrays)
-            if box == covered:
-                return part(filled, covered, region)
-            if found is None:
-                found = np.empty(_size(covered), DTYPES[self.dtype])
-            part(found, covered, box)[...] = filled
-        assert found is not None
-        return part(found, covered, region)
-
-    def _fill_box(self, box: Region, moves: list["_Move"], arrays: Arrays) -> Array:
-        if len(moves) == 1:
-            found = self.inner.build(moves[0].source, arrays)
-            if not found.flags.c_contiguous:
-                ordered = np.empty(found.shape, found.dtype)
-                copy_elements(ordered, found)
-                found = ordered
-            return found.reshape(_size(box))
-        flat = np.empty(
-            [math.prod(_size(box[target])) for _, target in self._groups],
-            DTYPES[self.dtype],
-        )
-        for move in moves:
-            elements = self.inner.build(move.source, arrays)
-            into = flat[tuple(slice(*place) for place in move.goes)]
-            into[...] = elements.reshape(into.shape)
-        return flat.reshape(_size(box))
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """A region of the inner expression, and its place in the flat axes of a box."""
-
-    source: Region
-    goes: Region
+            for found in product(*boxes):
+                own = flat.part(tuple(goes for _, goes in found))
+                inside = tuple(range_ for box, _ in found for range_ in box)
+                sizes = [_size(box) for box, _ in found]
+                yield from self.inner.destinations(inside, own.divide(sizes))
 
 
 def _last_cut(along: Sequence[tuple[int, int]], sizes: Sequence[int]) -> int:

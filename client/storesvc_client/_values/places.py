@@ -52,6 +52,10 @@ class Place:
         """Returns the place of an array in C order at the start of a buffer."""
         return cls(0, shape, _strides(shape, itemsize))
 
+    def view(self, memory: NDArray[np.uint8], dtype: "np.dtype[Any]") -> NDArray[Any]:
+        """Returns its elements in a buffer."""
+        return np.ndarray(self.shape, dtype, memory, self.start, self.strides)
+
     def is_contiguous(self, itemsize: int) -> bool:
         """Returns whether it is one range of bytes in C order."""
         wanted = zip(

@@ -10,7 +10,12 @@ from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import read_record, record_etag, timestamp, write_record
 from storesvc.catalog.slots import check_etag, is_repeated
 from storesvc.clock import Clock
-from storesvc.errors import ConflictError, EtagMismatchError, InvalidFieldError
+from storesvc.errors import (
+    ConflictError,
+    CorruptDataError,
+    EtagMismatchError,
+    InvalidFieldError,
+)
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
@@ -47,8 +52,19 @@ class Runs:
         return found[0] if found else record
 
     async def migrations(self, name: RunName) -> Sequence[bytes]:
-        """Returns the migrations of a run; none if it has no record."""
-        found = await read_record(self._bucket, layout.run_record(name), pb.RunRecord)
+        """Returns the migrations of a run; none if it has no record.
+
+        Raises:
+            CorruptDataError: The record is damaged; the message says how to restore.
+        """
+        path = layout.run_record(name)
+        try:
+            found = await read_record(self._bucket, path, pb.RunRecord)
+        except CorruptDataError as e:
+            raise CorruptDataError(
+                f"{e}; it has the migrations of {name}, restore without them: "
+                "run.open(step).restore()"
+            ) from e
         return () if found is None else found[0].migrations
 
     async def update(

@@ -33,6 +33,20 @@ class Pair:
             fresh.rename(ours)
 
 
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+"""Python 3.13 verifies as RFC 5280 says."""
+
+
 class Authority:
     """Issues certificates into a directory."""
 
@@ -45,6 +59,7 @@ class Authority:
         own = (
             builder.issuer_name(self._name)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+            .add_extension(_SIGNS_CERTIFICATES, True)
             .sign(self._key, hashes.SHA256())
         )
         self.certificate = directory / f"{name}.pem"
@@ -69,7 +84,14 @@ class Authority:
         """
         key = ec.generate_private_key(ec.SECP256R1())
         until = until or datetime.now(UTC) + DAY
-        builder = _builder(_named(name), key, until=until).issuer_name(self._name)
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(
+            self._key.public_key()
+        )
+        builder = (
+            _builder(_named(name), key, until=until)
+            .issuer_name(self._name)
+            .add_extension(issuer, critical=False)
+        )
         if hosts or uris:
             names = x509.SubjectAlternativeName(
                 [*map(_general_name, hosts), *map(x509.UniformResourceIdentifier, uris)]
@@ -106,6 +128,9 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(until - 2 * DAY)
         .not_valid_after(until)
+        .add_extension(
+            x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+        )
     )
 
 

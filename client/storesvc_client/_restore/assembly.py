@@ -324,9 +324,10 @@ class Assembly:
                     try:
                         taken += buffer.begin(self.allocate)
                     except MemoryError:
-                        chunk_name = self._manifest.tree.describe_chunk(ordinal)
+                        row, _ = self._manifest.tree.locate(ordinal)
+                        key = self._manifest.tree.leaves[row].key
                         raise LimitError(
-                            f"{self._name} {chunk_name}: expected to allocate "
+                            f"{self._name} leaf {key!r}: expected to allocate "
                             f"{buffer.group.size_bytes} bytes of host memory, got "
                             "none; restore fewer leaves at a time (select=), use a "
                             "mesh of more processes, or a host with more memory"

@@ -16,6 +16,7 @@ import storesvc_client as store
 from storesvc_client import _http
 from storesvc_client._hub import streaming
 from tests.hub.served import ServedHub
+from tests.support.examples import examples
 
 NAME = "prod/llama-8b"
 FILE = f"/{NAME}/resolve/best/model.safetensors"
@@ -94,7 +95,7 @@ def check_served(hub: ServedHub) -> None:
     assert 200 == hub.http.head(FILE).status_code
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(METHOD, PATH, st.lists(HEADER, max_size=5), BODY)
 def test_any_request_has_an_answer(
     hub: ServedHub, method: str, path: str, headers: list[tuple[str, str]], body: bytes
@@ -114,7 +115,7 @@ def test_any_request_has_an_answer(
     assert time.monotonic() - began < SECONDS
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_have_an_answer(hub: ServedHub, data: bytes) -> None:
     check_answers(exchange(hub, data))

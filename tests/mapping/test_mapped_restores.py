@@ -144,6 +144,24 @@ def test_each_stored_chunk_is_read_once(embedded: store.Run, spec: P) -> None:
     assert opened.info.stored_bytes == mapping.report.read_bytes
 
 
+def test_leaves_that_differ_in_the_sign_of_zero_are_not_taken_for_one_form(
+    embedded: store.Run,
+) -> None:
+    embedded.save(5, {"a": values(3), "b": values(3)}).result()
+    rules = [
+        {
+            "from": key,
+            "to": key,
+            "operations": [{"pad": {"axis": 0, "size": 4, "value": value}}],
+        }
+        for key, value in (("a", 0.0), ("b", -0.0))
+    ]
+
+    back = embedded.restore(5, mapping={"version": 1, "rules": rules})
+
+    assert [False, True] == [bool(np.signbit(back[key][3])) for key in "ab"]
+
+
 def test_a_part_reads_only_what_it_is_made_of(embedded: store.Run) -> None:
     embedded.save(5, {"model": make_model()}).result()
     mapping = embedded.open(5).map(RULES)

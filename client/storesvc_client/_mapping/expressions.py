@@ -125,20 +125,22 @@ class Source(Expression):
 class Fill(Expression):
     """An array of one value, made of nothing."""
 
-    value: float
+    element: bytes
+    """The value as it is stored: 0.0 and -0.0 differ."""
 
     @classmethod
     def make(cls, shape: Sequence[int], dtype: str, value: float) -> "Fill":
         """Returns an array of a value."""
         check_value(dtype, value)
-        return cls(dtype, _check_shape(shape), value)
+        element = np.full((), value, DTYPES[dtype]).tobytes()
+        return cls(dtype, _check_shape(shape), element)
 
     def requests(self, region: Region) -> Requests:  # noqa: ARG002 - as in all
         yield from ()
 
     def build(self, region: Region, arrays: Arrays) -> Array:  # noqa: ARG002 - as in all
-        one = np.full((), self.value, DTYPES[self.dtype])
-        return np.broadcast_to(one, _size(region))
+        memory = np.frombuffer(self.element, np.uint8)
+        return np.broadcast_to(memory.view(DTYPES[self.dtype])[0], _size(region))
 
     @property
     def chunk_shape(self) -> Shape:

@@ -63,7 +63,8 @@ class Runs:
         except CorruptDataError as e:
             raise CorruptDataError(
                 f"{e}; it has the migrations of {name}, restore without them: "
-                "run.open(step).restore()"
+                "run.open(step).restore()",
+                migrations_of=str(name),
             ) from e
         return () if found is None else found[0].migrations
 

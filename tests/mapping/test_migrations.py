@@ -282,3 +282,29 @@ def test_a_state_of_easydel_is_restored_with_another_optimizer(run: store.Run) -
         same(state.graphstate, found.graphstate)
         same(moments[0].mu, found.opt_state[0].trace)
         assert 4 == found.step
+
+
+def test_the_length_of_a_text_does_not_decide_which_migration_applies(
+    run: store.Run,
+) -> None:
+    for step, note in enumerate(("short", "a longer one")):
+        run.save(step, old_state() | {"note": note, "seed": 2 ** (70 + 30 * step)})
+    run.save(2, old_state()).result()
+    run.migrations.add(RENAMED, which=0)
+
+    assert "a longer one" == run.restore(1)["note"]
+    assert "model" in run.restore(1)
+    assert "params" in run.restore(2)
+
+
+@pytest.mark.parametrize("digest", ["", 5, None])
+def test_a_migration_is_not_removed_without_its_digest(
+    run: store.Run, digest: Any
+) -> None:
+    run.save(1, old_state()).result()
+    run.migrations.add(RENAMED)
+
+    with pytest.raises(store.InvalidRequestError, match="digest"):
+        run.migrations.remove(digest)
+
+    assert 1 == len(run.migrations.list())

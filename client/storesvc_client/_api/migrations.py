@@ -12,6 +12,7 @@ from storesvc_client._api.groups import get_run, update_run
 from storesvc_client._api.opening import Opening
 from storesvc_client._rpc.connection import RunStub
 from storesvc_client._session import Session
+from storesvc_client._values.arguments import checked_text
 from storesvc_client._values.options import THIS_PROCESS, MappingRules
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -48,7 +49,7 @@ class Migrations:
 
         Raises:
             NotFoundError: There is no such run.
-            DataLossError: They are of a later release.
+            PreconditionError: They are of a later release.
         """
         return self._unpack(get_run(self._stub))
 
@@ -64,8 +65,8 @@ class Migrations:
             NotFoundError: There is no such run or checkpoint.
             MismatchError: The rules do not fit the checkpoint.
             InvalidRequestError: They make the same keys, shapes and dtypes, or a tree
-                that another migration takes.
-            LimitError: The run has 64 migrations, or they exceed 256 KiB.
+                that another migration takes; or the run has 64 migrations, or they
+                exceed 256 KiB.
             ConflictError: The run changed in the meantime.
         """
         from storesvc_client._restore.mapped import load_rules
@@ -101,8 +102,14 @@ class Migrations:
         Raises:
             NotFoundError: The run has no such migration, or several; or there is no
                 such run.
+            InvalidRequestError: The digest is no text, or empty.
             ConflictError: The run changed in the meantime.
         """
+        if not checked_text(f"migrations of {self._stub.name}: digest", digest):
+            raise InvalidRequestError(
+                f"migrations of {self._stub.name}: expected the digest of one, such as "
+                f"run.migrations.list()[0].digest, got {digest!r}"
+            )
         run = get_run(self._stub)
         digests = [each.digest for each in self._unpack(run)]
         found = [n for n, each in enumerate(digests) if each.startswith(digest)]

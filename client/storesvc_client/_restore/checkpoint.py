@@ -571,6 +571,7 @@ def read_checkpoint(
     Raises:
         NotFoundError: There is no such checkpoint.
         DataLossError: Its manifest is corrupt.
+        PreconditionError: The migrations of its run are.
         UnavailableError: The manifest could not be read before the deadline.
     """
     request = api.ReadManifestRequest(
@@ -578,6 +579,10 @@ def read_checkpoint(
     )
     try:
         first, manifest = _read_manifest(session.connection, name, request, deadline)
+    except DataLossError as e:
+        if "migrations_of" in e.metadata:  # the checkpoint is whole
+            raise PreconditionError(str(e), reason=e.reason, metadata=e.metadata) from e
+        raise
     except UnavailableError as e:
         if deadline.left > 0:
             raise

@@ -15,9 +15,10 @@ from typing import Any
 
 from storesvc.format.checksums import digest
 from storesvc.format.trees import Tree
+from storesvc_client._mapping.planning import ARRAYS
 from storesvc_client._mapping.rules import Rules, check_rules
 from storesvc_client._restore.open_tree import TreeReader
-from storesvc_client.errors import DataLossError, InvalidRequestError, StoreError
+from storesvc_client.errors import InvalidRequestError, PreconditionError, StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class Migration:
         """Returns the migration of bytes.
 
         Raises:
-            DataLossError: They are none, or of a later release.
+            PreconditionError: They are none, or of a later release.
         """
         try:
             fields = json.loads(data)
@@ -75,7 +76,7 @@ class Migration:
             found = cls(**fields)
             check_rules(found.rules, name=found.name)
         except (ValueError, TypeError, KeyError, AttributeError, StoreError) as e:
-            raise DataLossError(
+            raise PreconditionError(
                 f"migrations of {place}: expected rules that this release reads, got "
                 f"{e}; upgrade storesvc, or restore with mapping="
             ) from e
@@ -83,9 +84,14 @@ class Migration:
 
 
 def digest_tree(tree: Tree) -> str:
-    """Returns the digest of keys, shapes and dtypes of the leaves, in hexadecimal."""
-    leaves = tree.leaves[: tree.tree_count]
-    rows = sorted((leaf.key, leaf.shape, leaf.dtype) for leaf in leaves)
+    """Returns the digest of keys, shapes and dtypes of the leaves, in hexadecimal.
+
+    A text or a large integer is stored as bytes, whose number is no part of the tree.
+    """
+    rows = sorted(
+        (leaf.key, *((leaf.shape, leaf.dtype) if leaf.kind in ARRAYS else ()))
+        for leaf in tree.leaves[: tree.tree_count]
+    )
     return digest(json.dumps(rows).encode()).hex()
 
 

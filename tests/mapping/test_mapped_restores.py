@@ -144,6 +144,38 @@ def test_each_stored_chunk_is_read_once(embedded: store.Run, spec: P) -> None:
     assert opened.info.stored_bytes == mapping.report.read_bytes
 
 
+def cut(axis: int, start: int, stop: int) -> dict[str, Any]:
+    return {"slice": {"axis": axis, "start": start, "stop": stop}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "to", "operations", "expected"),
+    [
+        ((4, 0), "x/{n}", [{"unstack": {"axis": 0, "by": "n"}}], (0,)),
+        ((4, 0), "x/0", [{"reshape": [0, 7]}], (0, 7)),
+        ((), "x/0", [{"reshape": [1]}, cut(0, 1, 1)], (0,)),
+        ((2, 3), "x/0", [cut(1, 3, 3), {"reshape": [-1, 2]}], (0, 2)),
+        ((3, 0), "x/0", [{"transpose": [1, 0]}, {"cast": "bfloat16"}], (0, 3)),
+    ],
+)
+def test_a_leaf_without_elements_has_its_shape(
+    embedded: store.Run,
+    shape: tuple[int, ...],
+    to: str,
+    operations: list[dict[str, Any]],
+    expected: tuple[int, ...],
+) -> None:
+    embedded.save(5, {"a": jnp.ones(shape), "b": values(3)}).result()
+    rules = [{"from": "a", "to": to, "operations": operations}]
+
+    back = embedded.restore(
+        5, mapping={"version": 1, "rules": rules, "otherwise": "keep"}
+    )
+
+    assert expected == back["x"]["0"].shape
+    np.testing.assert_array_equal(values(3), back["b"])
+
+
 def test_leaves_that_differ_in_the_sign_of_zero_are_not_taken_for_one_form(
     embedded: store.Run,
 ) -> None:

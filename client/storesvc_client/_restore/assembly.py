@@ -339,6 +339,7 @@ class Assembly:
     def count_fitting(self, ordinals: Sequence[int], limit: int) -> int:
         """Returns how many of the first chunks may be in flight together without
         exceeding a memory limit; at least 1, because a buffer may exceed the limit.
+        Chunks of buffers that are allocated take no more.
 
         Args:
             ordinals: Incomplete chunks.
@@ -349,13 +350,13 @@ class Assembly:
         with self._lock:
             size = self.held_bytes
             for count, ordinal in enumerate(ordinals):
-                chunk = self._chunk(ordinal)
+                chunk, before = self._chunk(ordinal), size
                 for group in chunk.goal.groups:
                     buffer = chunk.buffers[group]
                     if not buffer.is_begun and id(buffer) not in counted:
                         counted.add(id(buffer))
                         size += buffer.group.size_bytes
-                if count and size > limit:
+                if count and before < size > limit:
                     return count
         return len(ordinals)
 

@@ -232,6 +232,10 @@ class MappedAssembly(Assembly):
         """Chunks of ``stored``, in batches that fill buffers of bounded size."""
         self.buffer_bytes += self.stored.buffer_bytes
 
+    @property
+    def outstanding(self) -> str:
+        return "; ".join(filter(None, (self.stored.outstanding, super().outstanding)))
+
 
 class _BufferPlan:
     """Decides which part of which buffer each stored chunk fills."""
@@ -323,11 +327,11 @@ def _fill(
     leaf."""
     parts, fills = list[tuple[int, Segment]](), list[tuple[Place, NDArray[Any]]]()
     for segment in group.segments:
+        if 0 in segment.place.shape:
+            continue
         for one, region, place in expression.destinations(
             segment.region, segment.place
         ):
-            if 0 in place.shape:
-                continue
             if isinstance(one, Fill):
                 fills.append((place, one.build(region, iter(()))))
             elif isinstance(one, Source):

@@ -174,7 +174,7 @@ MODELS: Final[Mapping[str, Model]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the tables made of a model."""
+    """A comparison of a model with the one of transformers."""
 
     difference: float
     """Largest difference of the logits, as a part of the largest one."""

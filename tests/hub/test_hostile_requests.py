@@ -91,6 +91,14 @@ def check_answers(answer: bytes) -> None:
         assert "error" in document
 
 
+def await_status(hub: ServedHub, status: int) -> None:
+    """Waits until a request is answered with a status."""
+    deadline = time.monotonic() + SECONDS
+    while (found := hub.http.head(FILE).status_code) != status:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
 def check_served(hub: ServedHub) -> None:
     assert 200 == hub.http.head(FILE).status_code
 
@@ -209,10 +217,8 @@ def test_connections_are_limited(
             socket.create_connection(("127.0.0.1", limited.port), SECONDS)
             for _ in range(5)
         ]
-        time.sleep(0.2)
-        assert 503 == limited.http.get(FILE).status_code
+        await_status(limited, 503)  # once the server has accepted them
         for connection in idle:
             connection.close()
-        time.sleep(0.2)
-        assert 200 == limited.http.head(FILE).status_code
+        await_status(limited, 200)
     check_served(hub)

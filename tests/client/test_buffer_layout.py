@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffers import Buffer, Span, plan_buffer_layout
 from storesvc_client._restore.assembly import Assembly
+from storesvc_client.errors import LimitError
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.support.examples import examples
 
@@ -136,3 +138,18 @@ def test_large_regions_are_handed_over_one_by_one() -> None:
     regions = [((n, n + 1), (0, 40 << 20)) for n in range(8)]
 
     assert 8 == len(plan_buffer_layout(grid, regions).groups)
+
+
+def test_each_thread_hears_that_there_is_no_memory() -> None:
+    """The second one finds no buffer of the first one's."""
+
+    def refuse(size_bytes: int) -> Any:
+        raise MemoryError(size_bytes)
+
+    manifest, stored = a_manifest(np.arange(8, dtype=np.int16), (4,))
+    assembly = Assembly(
+        manifest, [(0, [((0, 8),)])], name="x", place=print, allocate=refuse
+    )
+    for ordinal in assembly.missing:
+        with pytest.raises(LimitError, match="expected to allocate 16 bytes"):
+            assembly.add(ordinal, 0, memoryview(stored[ordinal]))

@@ -384,8 +384,8 @@ class Buffer:
         took."""
         if self.is_begun:
             return 0
-        self.is_begun = True
         self.memory = allocate(self.group.size_bytes)
+        self.is_begun = True  # only now: another thread tries again, and fails too
         for place, value in self.fills:
             self.view(place)[...] = value
         return self.group.size_bytes

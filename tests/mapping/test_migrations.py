@@ -14,6 +14,7 @@ from flax import nnx
 import storesvc_client as store
 from storesvc_client.easydel import restore_state, save_state
 from storesvc_client.trees.easydel import EasyDeLState
+from tests.support.old_server import old_server
 
 Rules = dict[str, Any]
 
@@ -127,6 +128,31 @@ def test_a_fork_has_them_too(run: store.Run, tmp_path: Path) -> None:
 
         assert [added] == fork.migrations.list()
         assert "model" in fork.restore(1)
+
+
+@pytest.mark.parametrize("ignores_migrations", [False, True])
+def test_a_server_that_keeps_no_migrations_is_named(
+    run: store.Run, tmp_path: Path, *, ignores_migrations: bool
+) -> None:
+    run.save(1, old_state()).result()
+    with (
+        old_server(f"file://{tmp_path}/old") as server,
+        store.connect(server.address) as client,
+    ):
+        server.ignores_migrations = ignores_migrations
+        target = client.run("prod/target")
+        target.save(1, old_state()).result()
+        wanted = rf"got a server at {server.address} that keeps none.* upgrade it"
+        with pytest.raises(store.PreconditionError, match=f"prod/target.*{wanted}"):
+            target.migrations.add(RENAMED)
+        run.migrations.add(RENAMED)
+        fork = client.run("prod/fork")
+        with pytest.raises(store.PreconditionError, match=f"prod/fork.*{wanted}"):
+            run.copy_to(fork)
+
+        fork.configure(labels={})
+        run.copy_to(fork)
+        assert "params" in fork.restore(1)
 
 
 def test_what_the_tree_cannot_decide_is_rejected(run: store.Run) -> None:

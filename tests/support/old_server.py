@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from storesvc_proto.v1 import upload_service_pb2 as api
+from storesvc_proto.v1 import checkpoint_service_pb2, upload_service_pb2
 from tests.support.thread_server import ThreadServer
 
 
@@ -21,6 +21,9 @@ class OldServer(grpc.GenericRpcHandler):
     """Address."""
     calls: list[str] = field(default_factory=list)
     """Methods that were called and known."""
+    ignores_migrations: bool = False
+    """Whether it drops migrations, as a proxy with the contract of 0.2 would, instead
+    of rejecting them."""
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         method = details.method.rpartition("/")[2]
@@ -31,9 +34,18 @@ class OldServer(grpc.GenericRpcHandler):
 
         def call(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
             if method == "CommitUpload":
-                commit = api.CommitUploadRequest.FromString(next(requests))
+                commit = upload_service_pb2.CommitUploadRequest()
+                commit.ParseFromString(next(requests))
                 commit.ClearField("end")
                 requests = iter([commit.SerializeToString()])
+            if method == "UpdateRun":
+                update = checkpoint_service_pb2.UpdateRunRequest()
+                update.ParseFromString(next(requests))
+                update.run.ClearField("migrations")
+                paths = update.update_mask.paths
+                if "migrations" in paths and not self.ignores_migrations:
+                    paths[:] = ["unknown" if p == "migrations" else p for p in paths]
+                requests = iter([update.SerializeToString()])
             try:
                 yield from forward(requests)
             except grpc.RpcError as e:

@@ -59,6 +59,7 @@ from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
     NotFoundError,
+    PreconditionError,
     UnavailableError,
     translate_rpc_errors,
 )
@@ -348,6 +349,7 @@ def update_run(
     Raises:
         InvalidRequestError: A value is out of range.
         ConflictError: The run has another etag.
+        PreconditionError: The server keeps no migrations.
     """
     message.name = stub.name.resource
     request = api.UpdateRunRequest(
@@ -356,8 +358,22 @@ def update_run(
         request_id=str(uuid.uuid4()),
     )
     request.update_mask.paths.extend(paths)
-    # The request id makes retries of this request idempotent.
-    return RunInfo.from_message(stub.ask(stub.service.UpdateRun, request).run)
+    keeps_none = PreconditionError(
+        f"{stub.name}: expected a server that keeps migrations, got a server at "
+        f"{stub.connection.address} that keeps none, as release 0.2 does; upgrade "
+        "it; until then restore with mapping=, and copy into a run that exists"
+    )
+    try:
+        # The request id makes retries of this request idempotent.
+        run = stub.ask(stub.service.UpdateRun, request).run
+    except InvalidRequestError as e:
+        # All else that such an update has was read from a server.
+        if "migrations" in paths and e.reason == "INVALID_FIELD":
+            raise keeps_none from e
+        raise
+    if "migrations" in paths and run.migrations != message.migrations:
+        raise keeps_none
+    return RunInfo.from_message(run)
 
 
 def set_purge_delay(stub: RunStub, message: api.Run, delay: DurationLike) -> None:

@@ -95,7 +95,8 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._api.copying import RunCopy
-    from storesvc_client._export.exporting import ExportReport, OrbaxLayout
+    from storesvc_client._export.elements import OrbaxLayout
+    from storesvc_client._export.exporting import ExportReport
     from storesvc_client._foreign.mount import ForeignRun
     from storesvc_client._job.job import Departures
     from storesvc_client._pictures.svg import Picture

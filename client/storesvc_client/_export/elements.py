@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +32,19 @@ from storesvc.storage.location import Storage
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._chunks.memory import cut_batches
-from storesvc_client._export.target import OpenTarget
+from storesvc_client._export.target import Target, open_target
 from storesvc_client._items.values import Container
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.messages import UNKNOWN
 from storesvc_client._values.models import KINDS, Checkpoint
 from storesvc_client.errors import InvalidRequestError, PreconditionError
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+OrbaxLayout: TypeAlias = Literal["v0", "v1"]
+"""Layout of an Orbax checkpoint: of ``CheckpointManager``, or of ``Checkpointer`` in
+``orbax.checkpoint.experimental.v1``."""
 
 MAX_NAMED: Final = 20
 """Maximum of leaves that an error names besides its first one."""
@@ -116,20 +123,53 @@ class Source:
         also = f"; these cannot be exported either: {', '.join(names)}" if names else ""
         raise PreconditionError(f"{self.describe(row)}: {text}{also}")
 
+    def check_names(self, names: Iterable[tuple[int, str]], where: str = "") -> None:
+        """Rejects two leaves of one name.
+
+        Args:
+            names: Rows, and their names.
+            where: Remark about the names, for the message.
+        """
+        first = dict[str, int]()
+        for row, name in names:
+            if (other := first.setdefault(name, row)) != row:
+                raise PreconditionError(
+                    f"{self.describe(row)}: expected a name of its own{where}, got "
+                    f"{name!r}, which leaf {self.leaf(other).key!r} has; rename one of "
+                    "them with mapping= (--map), or leave one out with select= "
+                    "(--select)"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Arguments of an export, as ``OpenCheckpoint.export`` describes them."""
+
+    cast: "DTypeLike | None" = None
+    layout: OrbaxLayout | None = None
+    item: str | None = None
+    max_shard_bytes: int | None = None
+    config: str | Path | None = None
+    drop_items: bool = False
+    storage_options: Mapping[str, Any] | None = None
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExportCall:
-    """The arguments that all formats share."""
+    """Arguments that all formats share."""
 
     source: Source
     where: str
     """URL or path of the target, without the name of the format."""
     cast: str | None
     """Name of the dtype that floating-point arrays are cast to; None for no cast."""
-    opened: OpenTarget
-    """Opens the target."""
+    options: ExportOptions
     meter: Meter
     """Gets the progress."""
+
+    def open(self, url: str) -> Target:
+        """Returns a target."""
+        return open_target(url, self.options.storage_options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +184,8 @@ class Written:
     """Bytes of the data files that are hard links."""
     copied_bytes: int = 0
     """Bytes of the data files that the bucket copied itself."""
+    dropped_items: tuple[str, ...] = ()
+    """Items that were left out."""
 
 
 WINDOW_BYTES: Final = 64 << 20

@@ -4,19 +4,19 @@ A target is the name of a format, a colon, and a URL or a local path:
 ``orbax:gs://bucket/ckpts``, ``safetensors:/models/llama``, ``npz:weights.npz``.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Final
 
 from storesvc.format.keys import parse_item_key
 from storesvc_client._export.elements import (
     ExportCall,
+    ExportOptions,
+    OrbaxLayout,
     Source,
     Written,
 )
-from storesvc_client._export.target import open_target
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import (
     checked_cast,
@@ -26,27 +26,7 @@ from storesvc_client._values.arguments import (
 )
 from storesvc_client.errors import InvalidRequestError, PreconditionError
 
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
-
-OrbaxLayout: TypeAlias = Literal["v0", "v1"]
-"""Layout of an Orbax checkpoint: of ``CheckpointManager``, or of ``Checkpointer`` in
-``orbax.checkpoint.experimental.v1``."""
-
 FORMATS: Final = ("orbax", "safetensors", "npz")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """Arguments of an export, as ``OpenCheckpoint.export`` describes them."""
-
-    cast: "DTypeLike | None" = None
-    layout: OrbaxLayout | None = None
-    item: str | None = None
-    max_shard_bytes: int | None = None
-    config: str | Path | None = None
-    drop_items: bool = False
-    storage_options: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +73,10 @@ def export_checkpoint(
         source=source,
         where=where,
         cast=checked_cast(f"export of {source.name}: cast=", options.cast),
-        opened=partial(open_target, storage_options=options.storage_options),
+        options=options,
         meter=meter,
     )
-    written, dropped = _write(call, kind, options)
+    written = _write(call, kind)
     return ExportReport(
         name=source.name,
         target=f"{kind}:{where}",
@@ -105,7 +85,7 @@ def export_checkpoint(
         size_bytes=written.size_bytes,
         linked_bytes=written.linked_bytes,
         copied_bytes=written.copied_bytes,
-        dropped_items=tuple(dropped),
+        dropped_items=written.dropped_items,
         seconds=meter.seconds,
     )
 
@@ -149,19 +129,12 @@ def _check_options(place: str, kind: str, options: ExportOptions) -> None:
             )
 
 
-def _write(
-    call: ExportCall, kind: str, options: ExportOptions
-) -> tuple[Written, Sequence[str]]:
-    """Calls the format; returns the files, and the items left out."""
+def _write(call: ExportCall, kind: str) -> Written:
+    """Calls the format."""
     if kind == "orbax":
         from storesvc_client._export.orbax import write_orbax
 
-        return write_orbax(
-            call,
-            layout=options.layout or "v0",
-            item=options.item,
-            drop_items=options.drop_items,
-        )
+        return write_orbax(call)
     from storesvc_client._export.model_files import read_folder, read_items
     from storesvc_client._export.safetensors import (
         is_file_target,
@@ -169,32 +142,32 @@ def _write(
         write_safetensors,
     )
 
-    source, has_folder = call.source, kind != "npz" and not is_file_target(call.where)
+    source, config = call.source, call.options.config
+    has_folder = kind != "npz" and not is_file_target(call.where)
     written = {}
-    if has_folder and options.config is None:
+    if has_folder and config is None:
         written = read_items(source, call.meter)
     files = [*written.values()]
-    if options.config is not None:
+    if config is not None:
         place = f"export of {source.name}: config="
         if not has_folder:
             raise InvalidRequestError(
                 f"{place}: expected a folder as the target, got the file {call.where}"
             )
-        files = read_folder(options.config, place)
-    dropped = _find_dropped(source, kind, written, drop_items=options.drop_items)
-    if kind == "npz":
-        return write_npz(call), dropped
-    shard_bytes = options.max_shard_bytes
-    return write_safetensors(call, max_shard_bytes=shard_bytes, files=files), dropped
+        files = read_folder(config, place)
+    drop_items = call.options.drop_items
+    dropped = _find_dropped(source, kind, written, drop_items=drop_items)
+    found = write_npz(call) if kind == "npz" else write_safetensors(call, files)
+    return replace(found, dropped_items=dropped)
 
 
 def _find_dropped(
     source: Source, kind: str, written: Collection[str], *, drop_items: bool
-) -> Sequence[str]:
+) -> tuple[str, ...]:
     """Returns the items that a flat format leaves out; rejects them if they are not to
     be dropped."""
     rows = source.tree.leaves[source.tree.tree_count :] if source.is_whole else ()
-    items = sorted({parse_item_key(row.key).item for row in rows} - {*written})
+    items = tuple(sorted({parse_item_key(row.key).item for row in rows} - {*written}))
     if items and not drop_items:
         raise PreconditionError(
             f"export of {source.name}: expected other items, got "

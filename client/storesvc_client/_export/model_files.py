@@ -12,7 +12,7 @@ from typing import Final
 
 from storesvc.format.keys import parse_item_key
 from storesvc_client._export.elements import Source
-from storesvc_client._export.safetensors import Tensor, read_tensors
+from storesvc_client._export.safetensors import Tensor, make_tensor, read_tensors
 from storesvc_client._export.target import COPY_BYTES, Target, translate_os_errors
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.messages import UNKNOWN
@@ -79,16 +79,7 @@ def find_item_files(source: Source) -> Iterator[tuple[str, Tensor]]:
         if kind == "json" or name == "config":
             # names of items have no underscores, but files of Hugging Face do
             file = f"{name.replace('-', '_')}.json"
-        yield (
-            file,
-            Tensor(
-                row=row,
-                name=name,
-                dtype="uint8",
-                shape=leaf.shape,
-                chunk_shape=leaf.chunk_shape,
-            ),
-        )
+        yield file, make_tensor(row, leaf, name=name, dtype="uint8")
 
 
 def read_items(source: Source, meter: Meter) -> dict[str, ModelFile]:

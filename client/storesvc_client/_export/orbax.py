@@ -35,6 +35,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -51,14 +52,13 @@ from storesvc.format.dtypes import (
     chunk_key,
     zarr_data_type,
 )
-from storesvc.format.grids import whole
+from storesvc.format.grids import Grid, whole
 from storesvc.format.keys import parse_item_key, split_key
 from storesvc.format.layout import ROOT
 from storesvc.format.ocdbt import ZarrArray, view_arrays
-from storesvc.format.trees import SavedSharding
+from storesvc.format.trees import Leaf, SavedSharding
 from storesvc.storage import rooted_files
 from storesvc.storage.rooted_files import sync_directory
-from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._export.elements import (
     ExportCall,
     Piece,
@@ -67,6 +67,7 @@ from storesvc_client._export.elements import (
     cast_array,
     raw_bytes,
     read_in_order,
+    read_pieces,
 )
 from storesvc_client._export.safetensors import exported_dtype
 from storesvc_client._export.target import (
@@ -139,26 +140,15 @@ class OrbaxLeaf:
     """A leaf of the checkpoint."""
 
     row: int
-    name: str
+    stored: Leaf
     keys: tuple[str, ...]
-    path_kinds: str
     value_type: str
     dtype: str
-    shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
-    sharding: SavedSharding | None
-    prng_impl: str | None
 
     @property
-    def array(self) -> ZarrArray:
-        """The array that holds its elements."""
-        return ZarrArray(
-            name=self.name,
-            shape=self.shape,
-            chunk_shape=self.chunk_shape,
-            dtype=self.dtype,
-            data_type=self.dtype,
-        )
+    def name(self) -> str:
+        """Name of the array that holds its elements."""
+        return ".".join(self.keys)
 
 
 def plan_leaves(source: Source, *, cast: str | None) -> list[OrbaxLeaf]:
@@ -166,18 +156,12 @@ def plan_leaves(source: Source, *, cast: str | None) -> list[OrbaxLeaf]:
     source.check_rejected(
         [(row, text) for row in source.rows if (text := _fault(source, row, cast))]
     )
-    by_name: dict[str, OrbaxLeaf] = {}
-    for row in source.rows:
-        found = _leaf(source, row, cast)
-        other = by_name.setdefault(found.name, found)
-        if other is not found:
-            raise PreconditionError(
-                f"{source.describe(row)}: expected a name of its own in Orbax, which "
-                f"joins the parts of a path by '.', got {found.name!r}, which leaf "
-                f"{source.leaf(other.row).key!r} has; leave one out with "
-                "select= (--select)"
-            )
-    return list(by_name.values())
+    leaves = [_describe_leaf(row, source.leaf(row), cast) for row in source.rows]
+    source.check_names(
+        ((leaf.row, leaf.name) for leaf in leaves),
+        " in Orbax, which joins the parts of a path by '.'",
+    )
+    return leaves
 
 
 def _fault(source: Source, row: int, cast: str | None) -> str | None:
@@ -205,27 +189,19 @@ def _fault(source: Source, row: int, cast: str | None) -> str | None:
     return None
 
 
-def _leaf(source: Source, row: int, cast: str | None) -> OrbaxLeaf:
+def _describe_leaf(row: int, leaf: Leaf, cast: str | None) -> OrbaxLeaf:
     """Returns a leaf that Orbax can hold."""
-    leaf = source.leaf(row)
-    value_type = _VALUE_TYPES[leaf.kind]
-    dtype = exported_dtype(leaf, cast)
-    keys = split_key(leaf.key)
+    value_type, dtype = _VALUE_TYPES[leaf.kind], exported_dtype(leaf, cast)
     if value_type == "jax.Array" and dtype in _WIDE and leaf.sharding is None:
         # Another project wrote it, or one device held it. Orbax would restore an array
         # of jax, and jax would drop bits without a word.
         value_type = "np.ndarray"
     return OrbaxLeaf(
         row=row,
-        name=".".join(keys),
-        keys=keys,
-        path_kinds=leaf.path_kinds,
+        stored=leaf,
+        keys=split_key(leaf.key),
         value_type=value_type,
         dtype=dtype,
-        shape=leaf.shape,
-        chunk_shape=leaf.chunk_shape,
-        sharding=leaf.sharding,
-        prng_impl=leaf.prng_impl,
     )
 
 
@@ -234,7 +210,7 @@ def tree_metadata(
 ) -> dict[str, Any]:
     """Returns ``_METADATA``."""
     entries = [
-        _entry(leaf.keys, leaf.path_kinds, leaf.value_type, is_empty=False)
+        _entry(leaf.keys, leaf.stored.path_kinds, leaf.value_type, is_empty=False)
         for leaf in leaves
     ]
     entries += [
@@ -271,14 +247,15 @@ def shardings(leaves: Sequence[OrbaxLeaf]) -> dict[str, str]:
     unless the restore has a target; a sharded one on all devices, if there are as many.
     """
     return {
-        urlsafe_b64encode(leaf.name.encode()).decode(): json.dumps(_sharding(leaf))
+        urlsafe_b64encode(leaf.name.encode()).decode(): json.dumps(
+            _describe_sharding(leaf.stored.sharding)
+        )
         for leaf in leaves
         if leaf.value_type == "jax.Array"
     }
 
 
-def _sharding(leaf: OrbaxLeaf) -> dict[str, Any]:
-    saved = leaf.sharding
+def _describe_sharding(saved: SavedSharding | None) -> dict[str, Any]:
     if saved is None or math.prod(saved.axis_sizes) == 1:
         return {
             "sharding_type": "NamedSharding",
@@ -287,20 +264,14 @@ def _sharding(leaf: OrbaxLeaf) -> dict[str, Any]:
             "partition_spec": [],
             "device_mesh": {"mesh": [{"id": 0}]},
         }
-    spec: list[Any] = []
-    for axes in saved.spec:
-        match axes:
-            case ():
-                spec.append(None)
-            case (axis,):
-                spec.append(axis)
-            case _:
-                spec.append(list(axes))
     return {
         "sharding_type": "NamedSharding",
         "shape": list(saved.axis_sizes),
         "axis_names": list(saved.axis_names),
-        "partition_spec": spec,
+        "partition_spec": [
+            list(axes) if len(axes) > 1 else next(iter(axes), None)
+            for axes in saved.spec
+        ],
     }
 
 
@@ -310,10 +281,12 @@ def array_metadatas(leaves: Sequence[OrbaxLeaf]) -> dict[str, Any]:
         {
             "array_metadata": {
                 "param_name": leaf.name,
-                "write_shape": list(leaf.chunk_shape),
-                "chunk_shape": list(leaf.chunk_shape),
+                "write_shape": list(leaf.stored.chunk_shape),
+                "chunk_shape": list(leaf.stored.chunk_shape),
                 "ext_metadata": (
-                    {"random_key_impl": leaf.prng_impl} if leaf.prng_impl else None
+                    {"random_key_impl": leaf.stored.prng_impl}
+                    if leaf.stored.prng_impl
+                    else None
                 ),
             }
         }
@@ -362,185 +335,10 @@ class DataFiles:
     """Bytes of the files that the bucket copied itself."""
 
 
-def chunk_keys(source: Source, leaves: Sequence[OrbaxLeaf]) -> list[str]:
-    """Returns the key of each chunk of the leaves."""
-    return [
-        chunk_key(leaf.name, grid.index(at))
-        for leaf, grid in ((leaf, source.tree.grids[leaf.row]) for leaf in leaves)
-        for at in range(grid.count)
-    ]
-
-
-def with_names(places: ChunkLocations) -> ChunkLocations:
-    """Returns the locations of chunks in data files that are taken as they are, with
-    the names of the files in an item."""
-    names = tuple(DATA + name.replace("/", "-") for name in places.files)
-    return replace(places, files=names)
-
-
-def link_data(
-    source: Source, leaves: Sequence[OrbaxLeaf], target: NewFolder, item: str
-) -> DataFiles | None:
-    """Links the data files that hold the leaves; returns None, without a link left, if
-    the files cannot be linked."""
-    folder = target.local
-    if folder is None or source.pool is None:
-        return None
-    places = source.places.take(source.ordinals([leaf.row for leaf in leaves]))
-    links = with_names(places)
-    used, ends = np.unique(places.file), places.ends
-    size = 0
-    with translate_os_errors(f"{folder / item}"):
-        make_directory(folder / item / DATA)
-        for file in used.tolist():
-            source_path = source.pool / places.files[file]
-            link = folder / item / links.files[file]
-            size += _checked_size(source, places.files[file], int(ends[file]))
-            try:
-                os.link(source_path, link, follow_symlinks=False)
-            except OSError as e:
-                if e.errno not in _NOT_LINKABLE:
-                    raise
-                target.remove(f"{item}/{DATA.rstrip('/')}")
-                return None
-        sync_directory(folder / item / DATA)
-    return DataFiles(places=links, linked_bytes=size)
-
-
-def _checked_size(source: Source, name: str, end: int) -> int:
-    """Returns the size of a data file; rejects one that is missing or shorter than
-    `end`."""
-    assert source.pool is not None
-    try:
-        descriptor = rooted_files.open_file(source.pool, name)
-    except FileNotFoundError:
-        size = -1
-    else:
-        size = os.fstat(descriptor).st_size
-        os.close(descriptor)
-    if size < end:
-        got = "no file" if size < 0 else f"{size} bytes"
-        raise DataLossError(
-            f"export of {source.name}: data file {source.pool / name}: expected at "
-            f"least {end} bytes, got {got}; export another checkpoint",
-            reason="CORRUPT_DATA",
-        )
-    return size
-
-
-def copy_data(
-    source: Source,
-    leaves: Sequence[OrbaxLeaf],
-    target: NewFolder,
-    item: str,
-    meter: Meter,
-) -> DataFiles:
-    """Writes the chunks of the leaves to new data files."""
-    rows: list[tuple[str, int, int]] = []
-    with ExitStack() as stack:
-        file: NewFile | None = None
-        name, at = "", 0
-        for data in _chunks(source, leaves, meter):
-            if file is None or at >= DATA_FILE_BYTES:
-                stack.close()  # completes the previous file
-                name, at = f"{DATA}{uuid4().hex}", 0
-                file = stack.enter_context(target.create(f"{item}/{name}"))
-            tail = struct.pack("<I", crc32c(data))
-            with meter.phase("write"):
-                file.write(data)
-                file.write(tail)
-            rows.append((name, at, len(data) + CHECKSUM_BYTES))
-            at += len(data) + CHECKSUM_BYTES
-            meter.add(len(data) + CHECKSUM_BYTES)
-    return DataFiles(places=ChunkLocations.of_rows(rows))
-
-
-def _chunks(
-    source: Source, leaves: Sequence[OrbaxLeaf], meter: Meter
-) -> Iterator[memoryview]:
-    """Yields the elements of each chunk, as Zarr stores them: those at the far edges
-    are padded with zeros."""
-    grids = [source.tree.grids[leaf.row] for leaf in leaves]
-    pieces = (
-        Piece(leaf.row, grid.region(at))
-        for leaf, grid in zip(leaves, grids, strict=True)
-        for at in range(grid.count)
-    )
-    arrays = read_in_order(source, pieces, meter)
-    for leaf, grid in zip(leaves, grids, strict=True):
-        for _ in range(grid.count):
-            array = cast_array(next(arrays), leaf.dtype, source.describe(leaf.row))
-            yield raw_bytes(_pad_array(array, leaf.chunk_shape, leaf.dtype))
-
-
-def _pad_array(array: NDArray[Any], shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    if array.shape == shape:
-        return array
-    padded = np.zeros(shape, DTYPES[dtype])
-    padded[tuple(map(slice, array.shape))] = array
-    return padded
-
-
 AT_ONCE: Final = 64
 """Files that are copied at the same time; between them, the progress advances."""
 
 _log = logging.getLogger("storesvc_client")
-
-
-def copy_within_bucket(
-    source: Source,
-    leaves: Sequence[OrbaxLeaf],
-    target: NewFolder,
-    item: str,
-    meter: Meter,
-) -> DataFiles | None:
-    """Copies the data files that hold the leaves; returns None, without a copy left, if
-    the bucket does not copy them. Then the caller reads them, which also finds out what
-    is damaged."""
-    pool = source.bucket_pool
-    if isinstance(target, ClaimedStep):
-        target = target.find_bucket_target()
-    if (
-        pool is None
-        or not isinstance(target, RemoteTarget)
-        or not target.place.shares_bucket(pool.storage)
-    ):
-        return None
-    places = source.places.take(source.ordinals([leaf.row for leaf in leaves]))
-    copies = with_names(places)
-    lengths = np.bincount(places.file, places.length, len(places.files))
-    used = np.unique(places.file).tolist()
-    try:
-        for start in range(0, len(used), AT_ONCE):
-            batch = used[start : start + AT_ONCE]
-            with meter.phase("write"):
-                target.copy_objects(
-                    pool.storage,
-                    [f"{pool.path}{places.files[file]}" for file in batch],
-                    [f"{item}/{copies.files[file]}" for file in batch],
-                )
-            meter.add(int(lengths[batch].sum()))
-    except RefusedCopyError as e:
-        _undo(source, target, item, str(e))
-        return None
-    sizes = target.sizes(f"{item}/{DATA.rstrip('/')}") if used else {}
-    found = {file: sizes.get(copies.files[file].removeprefix(DATA), 0) for file in used}
-    if any(found[file] < places.ends[file] for file in used):
-        _undo(source, target, item, "a data file is too short")
-        return None
-    return DataFiles(places=copies, copied_bytes=sum(found.values()))
-
-
-def _undo(source: Source, target: NewFolder, item: str, reason: str) -> None:
-    """Removes the copies, and logs why."""
-    _log.warning(
-        "export of %s: its data files are read and written, because the bucket did "
-        "not copy them: %s",
-        source.name,
-        reason,
-    )
-    target.remove(f"{item}/{DATA.rstrip('/')}")
-
 
 COMMITTED: Final = "commit_success.txt"
 """File that Orbax expects in a finished step, and in each of its items."""
@@ -556,75 +354,45 @@ UNFINISHED: Final = ".orbax-checkpoint-tmp-storesvc"
 _ITEM: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """A step, besides the elements of its arrays."""
-
-    item: str
-    layout: str
-    leaves: Sequence[OrbaxLeaf]
-    texts: Mapping[str, str]
-    """Value of each text leaf, by name."""
-    json_items: Mapping[str, str]
-    """JSON text of each other item."""
-    metrics: Mapping[str, float]
-
-    @property
-    def arrays(self) -> list[OrbaxLeaf]:
-        return [leaf for leaf in self.leaves if leaf.value_type != "string"]
-
-
-def write_orbax(
-    call: ExportCall, *, layout: str, item: str | None, drop_items: bool
-) -> tuple[Written, Sequence[str]]:
-    """Writes the selected leaves, the items and the metrics.
-
-    Args:
-        call: The export; its target is the root, which may hold other steps.
-        layout: "v0" or "v1".
-        item: Name of the item that holds the tree; None for that of the layout.
-        drop_items: Leaves out items that Orbax cannot hold, which are rejected
-            otherwise.
-    """
-    source, meter = call.source, call.meter
+def write_orbax(call: ExportCall) -> Written:
+    """Writes the selected leaves, the items and the metrics; the target of the call is
+    the root, which may hold other steps."""
+    source, meter, layout = call.source, call.meter, call.options.layout or "v0"
     leaves = plan_leaves(source, cast=call.cast)
-    rows, dropped = _json_rows(source, drop_items=drop_items)
-    name = _item_name(source, item or TREE_ITEMS[layout], rows)
-    step = _Step(
-        item=name,
-        layout=layout,
-        leaves=leaves,
-        texts={
-            leaf.name: _value(source, leaf.row, meter)
-            for leaf in leaves
-            if leaf.value_type == "string"
-        },
-        json_items={
-            each: json.dumps(_value(source, row, meter)) for each, row in rows.items()
-        },
-        metrics=source.info.metrics,
-    )
-    with _new_step(call.opened, call.where, str(source.info.step)) as target:
-        data = _write_step(source, target, step, meter)
-    size = sum(
-        source.tree.grids[leaf.row].leaf_bytes
-        // DTYPES[source.leaf(leaf.row).dtype].itemsize
-        * DTYPES[leaf.dtype].itemsize
+    rows, dropped = _find_json_rows(source, drop_items=call.options.drop_items)
+    item = call.options.item or TREE_ITEMS[layout]
+    _check_item(source, item, rows)
+    texts = {
+        leaf.name: _read_value(source, leaf.row, meter)
         for leaf in leaves
-    )
-    files = tuple(f"{source.info.step}/{each}" for each in (name, *rows))
-    return (
-        Written(
-            files=files,
-            size_bytes=size,
-            linked_bytes=data.linked_bytes,
-            copied_bytes=data.copied_bytes,
+        if leaf.value_type == "string"
+    }
+    values = {each: _read_value(source, row, meter) for each, row in rows.items()}
+    with _new_step(call.open, call.where, str(source.info.step)) as target:
+        step = _Step(
+            source=source,
+            target=target,
+            meter=meter,
+            layout=layout,
+            item=item,
+            leaves=leaves,
+            texts=texts,
+            json_items=values,
+        )
+        data = step.write()
+    return Written(
+        files=tuple(f"{source.info.step}/{each}" for each in (item, *rows)),
+        size_bytes=sum(
+            math.prod(leaf.stored.shape) * DTYPES[leaf.dtype].itemsize
+            for leaf in leaves
         ),
-        dropped,
+        linked_bytes=data.linked_bytes,
+        copied_bytes=data.copied_bytes,
+        dropped_items=dropped,
     )
 
 
-def _item_name(source: Source, name: str, others: Mapping[str, int]) -> str:
+def _check_item(source: Source, name: str, others: Mapping[str, int]) -> None:
     """Rejects a name for the item of the tree that is none, or that of another item."""
     taken = {*others, *([METRICS] if source.info.metrics else [])}
     other = f", other than {', '.join(sorted(taken))}" if taken else ""
@@ -633,12 +401,11 @@ def _item_name(source: Source, name: str, others: Mapping[str, int]) -> str:
             f"export of {source.name}: item=: expected at most 63 letters, digits, '-' "
             f"and '_', the first a letter or a digit{other}, got {name!r}"
         )
-    return name
 
 
-def _json_rows(
+def _find_json_rows(
     source: Source, *, drop_items: bool
-) -> tuple[dict[str, int], Sequence[str]]:
+) -> tuple[dict[str, int], tuple[str, ...]]:
     """Returns the rows of the items that become JSON items, and the items left out."""
     rows: dict[str, int] = {}
     others: dict[str, str] = {}
@@ -663,82 +430,255 @@ def _json_rows(
     return rows, tuple(sorted(others))
 
 
-def _value(source: Source, row: int, meter: Meter) -> Any:
+def _read_value(source: Source, row: int, meter: Meter) -> Any:
     """Returns the value of a text or of JSON."""
-    leaf = source.leaf(row)
-    found = [b""]
-
-    def place(buffer: Buffer) -> None:
-        found[0] = buffer.arrays[0].tobytes()
-
+    leaf, data = source.leaf(row), b""
     if leaf.shape[0]:
-        source.read([(row, [whole(leaf.shape)])], place, meter)
-    return decode_value(leaf.key, leaf.kind, found[0])
+        piece = Piece(row, whole(leaf.shape))
+        data = read_pieces(source, [piece], meter)[piece].tobytes()
+    return decode_value(leaf.key, leaf.kind, data)
 
 
-def _write_step(
-    source: Source, target: NewFolder, step: _Step, meter: Meter
-) -> DataFiles:
-    """Writes all files of a step but the one that completes it."""
-    now = time.time_ns()
-    # 1. The elements, and the index of the database.
-    data = _write_arrays(source, target, step, meter, now)
-    # 2. The documents of the item.
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step that is being written."""
 
-    def put(path: str, value: Any) -> None:
-        _put(target, path, json.dumps(value).encode())
+    source: Source
+    target: NewFolder
+    meter: Meter
+    layout: str
+    item: str
+    """Name of the item that holds the tree."""
+    leaves: Sequence[OrbaxLeaf]
+    texts: Mapping[str, str]
+    """Value of each text leaf, by name."""
+    json_items: Mapping[str, Any]
+    """Value of each other item."""
 
-    put(f"{step.item}/_METADATA", tree_metadata(step.leaves, source.containers))
-    put(f"{step.item}/_sharding", shardings(step.leaves))
-    put(f"{step.item}/array_metadatas/process_0", array_metadatas(step.leaves))
-    if step.texts:
-        put(f"{step.item}/_strings.json", dict(step.texts))
-    # 3. The other items.
-    handlers = {step.item: TREE_HANDLERS[step.layout]}
-    file = "metadata" if step.layout == "v0" else "data.json"
-    for name, text in step.json_items.items():
-        _put(target, f"{name}/{file}", text.encode())
-        handlers[name] = JSON_HANDLERS[step.layout]
-    if step.metrics:
-        put(f"{METRICS}/{METRICS}", dict(step.metrics))
-        handlers[METRICS] = JSON_HANDLERS[step.layout]
-    # 4. What makes a step of it.
-    for name in handlers:
-        _put(target, f"{name}/{COMMITTED}", _COMMITTED_TEXT)
-    if step.layout == "v1":
-        _put(target, "orbax.checkpoint", b"")
-    put(
-        "_CHECKPOINT_METADATA", step_metadata(source.info, handlers, commit_time_ns=now)
-    )
-    return data
+    def write(self) -> DataFiles:
+        """Writes all files of the step but the one that completes it."""
+        source, leaves, now = self.source, self.leaves, time.time_ns()
+        # 1. The elements, and the index of the database.
+        data = self._write_arrays(now)
+        # 2. The documents of the item.
+        self._put(f"{self.item}/_METADATA", tree_metadata(leaves, source.containers))
+        self._put(f"{self.item}/_sharding", shardings(leaves))
+        self._put(f"{self.item}/array_metadatas/process_0", array_metadatas(leaves))
+        if self.texts:
+            self._put(f"{self.item}/_strings.json", self.texts)
+        # 3. The other items.
+        handlers = {self.item: TREE_HANDLERS[self.layout]}
+        file = "metadata" if self.layout == "v0" else "data.json"
+        for name, value in self.json_items.items():
+            self._put(f"{name}/{file}", value)
+            handlers[name] = JSON_HANDLERS[self.layout]
+        if source.info.metrics:
+            self._put(f"{METRICS}/{METRICS}", dict(source.info.metrics))
+            handlers[METRICS] = JSON_HANDLERS[self.layout]
+        # 4. What makes a step of it.
+        for name in handlers:
+            _put(self.target, f"{name}/{COMMITTED}", _COMMITTED_TEXT)
+        if self.layout == "v1":
+            _put(self.target, "orbax.checkpoint", b"")
+        about = step_metadata(source.info, handlers, commit_time_ns=now)
+        self._put("_CHECKPOINT_METADATA", about)
+        return data
+
+    def _put(self, path: str, value: Any) -> None:
+        _put(self.target, path, json.dumps(value).encode())
+
+    @cached_property
+    def _arrays(self) -> list[tuple[OrbaxLeaf, Grid]]:
+        """The leaves that are arrays, with their chunks."""
+        return [
+            (leaf, leaf.stored.grid)
+            for leaf in self.leaves
+            if leaf.value_type != "string"
+        ]
+
+    def _write_arrays(self, now: int) -> DataFiles:
+        arrays, data = self._arrays, None
+        self.meter.total_bytes = sum(
+            grid.count * grid.chunk_bytes for _, grid in arrays
+        )
+        # A stored file has all leaves, as they were saved.
+        is_cast = any(leaf.dtype != leaf.stored.dtype for leaf, _ in arrays)
+        if self.source.is_whole and not is_cast:
+            data = self._link_files() or self._copy_within_bucket()
+        data = data or self._write_chunks()
+        uuid = uuid4()
+        view = view_arrays(
+            [
+                ZarrArray(
+                    name=leaf.name,
+                    shape=leaf.stored.shape,
+                    chunk_shape=leaf.stored.chunk_shape,
+                    dtype=leaf.dtype,
+                    data_type=leaf.dtype,
+                )
+                for leaf, _ in arrays
+            ],
+            [
+                chunk_key(leaf.name, grid.index(at))
+                for leaf, grid in arrays
+                for at in range(grid.count)
+            ],
+            data.places,
+            node_file=f"{DATA}{uuid.hex}",
+            uuid=uuid.bytes,
+            commit_time_ns=now,
+        )
+        if view.nodes:
+            _put(self.target, f"{self.item}/{DATA}{uuid.hex}", b"".join(view.nodes))
+        _put(self.target, f"{self.item}/{ROOT}", view.root)
+        return data
+
+    @cached_property
+    def _stored(self) -> ChunkLocations:
+        """Location of each chunk in the data files of the store."""
+        rows = [leaf.row for leaf, _ in self._arrays]
+        return self.source.places.take(self.source.ordinals(rows))
+
+    @cached_property
+    def _renamed(self) -> ChunkLocations:
+        """Location of each chunk in these files as the item names them."""
+        names = (DATA + name.replace("/", "-") for name in self._stored.files)
+        return replace(self._stored, files=tuple(names))
+
+    def _remove_data(self) -> None:
+        self.target.remove(f"{self.item}/{DATA.rstrip('/')}")
+
+    def _link_files(self) -> DataFiles | None:
+        """Links the data files that hold the leaves; returns None, without a link left,
+        if the files cannot be linked."""
+        root, pool = self.target.local, self.source.pool
+        if root is None or pool is None:
+            return None
+        folder, places, size = root / self.item, self._stored, 0
+        with translate_os_errors(str(folder)):
+            make_directory(folder / DATA)
+            for file in np.unique(places.file).tolist():
+                name = places.files[file]
+                size += self._check_size(pool, name, int(places.ends[file]))
+                link = folder / self._renamed.files[file]
+                try:
+                    os.link(pool / name, link, follow_symlinks=False)
+                except OSError as e:
+                    if e.errno not in _NOT_LINKABLE:
+                        raise
+                    self._remove_data()
+                    return None
+            sync_directory(folder / DATA)
+        return DataFiles(places=self._renamed, linked_bytes=size)
+
+    def _check_size(self, pool: Path, name: str, end: int) -> int:
+        """Returns the size of a data file; rejects one that is missing or shorter than
+        `end`."""
+        try:
+            descriptor = rooted_files.open_file(pool, name)
+        except FileNotFoundError:
+            size = -1
+        else:
+            size = os.fstat(descriptor).st_size
+            os.close(descriptor)
+        if size < end:
+            got = "no file" if size < 0 else f"{size} bytes"
+            raise DataLossError(
+                f"export of {self.source.name}: data file {pool / name}: expected at "
+                f"least {end} bytes, got {got}; export another checkpoint",
+                reason="CORRUPT_DATA",
+            )
+        return size
+
+    def _copy_within_bucket(self) -> DataFiles | None:
+        """Copies the data files that hold the leaves; returns None, without a copy
+        left, if the bucket does not copy them. Then their chunks are read, which also
+        finds out what is damaged."""
+        pool, target = self.source.bucket_pool, self.target
+        if isinstance(target, ClaimedStep):
+            target = target.find_bucket_target()
+        if (
+            pool is None
+            or not isinstance(target, RemoteTarget)
+            or not target.place.shares_bucket(pool.storage)
+        ):
+            return None
+        places, names = self._stored, self._renamed.files
+        lengths = np.bincount(places.file, places.length, len(places.files))
+        used = np.unique(places.file).tolist()
+        try:
+            for start in range(0, len(used), AT_ONCE):
+                batch = used[start : start + AT_ONCE]
+                with self.meter.phase("write"):
+                    target.copy_objects(
+                        pool.storage,
+                        [f"{pool.path}{places.files[file]}" for file in batch],
+                        [f"{self.item}/{names[file]}" for file in batch],
+                    )
+                self.meter.add(int(lengths[batch].sum()))
+        except RefusedCopyError as e:
+            self._undo_copies(str(e))
+            return None
+        sizes = target.sizes(f"{self.item}/{DATA.rstrip('/')}") if used else {}
+        found = {file: sizes.get(names[file].removeprefix(DATA), 0) for file in used}
+        if any(found[file] < places.ends[file] for file in used):
+            self._undo_copies("a data file is too short")
+            return None
+        return DataFiles(places=self._renamed, copied_bytes=sum(found.values()))
+
+    def _undo_copies(self, reason: str) -> None:
+        _log.warning(
+            "export of %s: its data files are read and written, because the bucket did "
+            "not copy them: %s",
+            *(self.source.name, reason),
+        )
+        self._remove_data()
+
+    def _write_chunks(self) -> DataFiles:
+        """Writes the chunks of the leaves to new data files."""
+        rows: list[tuple[str, int, int]] = []
+        with ExitStack() as stack:
+            file: NewFile | None = None
+            name, at = "", 0
+            for data in self._read_chunks():
+                if file is None or at >= DATA_FILE_BYTES:
+                    stack.close()  # completes the previous file
+                    name, at = f"{DATA}{uuid4().hex}", 0
+                    file = stack.enter_context(
+                        self.target.create(f"{self.item}/{name}")
+                    )
+                tail = struct.pack("<I", crc32c(data))
+                with self.meter.phase("write"):
+                    file.write(data)
+                    file.write(tail)
+                size = len(data) + CHECKSUM_BYTES
+                rows.append((name, at, size))
+                at += size
+                self.meter.add(size)
+        return DataFiles(places=ChunkLocations.of_rows(rows))
+
+    def _read_chunks(self) -> Iterator[memoryview]:
+        """Yields the elements of each chunk, as Zarr stores them: those at the far
+        edges are padded with zeros."""
+        pieces = (
+            Piece(leaf.row, grid.region(at))
+            for leaf, grid in self._arrays
+            for at in range(grid.count)
+        )
+        arrays = read_in_order(self.source, pieces, self.meter)
+        for leaf, grid in self._arrays:
+            place = self.source.describe(leaf.row)
+            for _ in range(grid.count):
+                array = cast_array(next(arrays), leaf.dtype, place)
+                yield raw_bytes(_pad_array(array, leaf.stored.chunk_shape))
 
 
-def _write_arrays(
-    source: Source, target: NewFolder, step: _Step, meter: Meter, now: int
-) -> DataFiles:
-    arrays = step.arrays
-    sizes = [source.tree.grids[leaf.row] for leaf in arrays]
-    meter.total_bytes = sum(grid.count * grid.chunk_bytes for grid in sizes)
-    data = None
-    # A stored file has all leaves, as they were saved.
-    is_cast = any(leaf.dtype != source.leaf(leaf.row).dtype for leaf in arrays)
-    if source.is_whole and not is_cast:
-        data = link_data(source, arrays, target, step.item)
-        data = data or copy_within_bucket(source, arrays, target, step.item, meter)
-    data = data or copy_data(source, arrays, target, step.item, meter)
-    uuid = uuid4()
-    view = view_arrays(
-        [leaf.array for leaf in arrays],
-        chunk_keys(source, arrays),
-        data.places,
-        node_file=f"{DATA}{uuid.hex}",
-        uuid=uuid.bytes,
-        commit_time_ns=now,
-    )
-    if view.nodes:
-        _put(target, f"{step.item}/{DATA}{uuid.hex}", b"".join(view.nodes))
-    _put(target, f"{step.item}/{ROOT}", view.root)
-    return data
+def _pad_array(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    if array.shape == shape:
+        return array
+    padded = np.zeros(shape, array.dtype)
+    padded[tuple(map(slice, array.shape))] = array
+    return padded
 
 
 def _put(target: NewFolder, path: str, data: bytes) -> None:

@@ -37,7 +37,6 @@ import struct
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -62,10 +61,7 @@ from storesvc_client._export.elements import (
 )
 from storesvc_client._export.target import COPY_BYTES, NewFile, Target, split_file
 from storesvc_client._telemetry.progress import Meter
-from storesvc_client.errors import (
-    InvalidRequestError,
-    PreconditionError,
-)
+from storesvc_client.errors import InvalidRequestError, PreconditionError
 from storesvc_proto.v1 import tree_pb2 as pb
 
 if TYPE_CHECKING:
@@ -107,6 +103,17 @@ def exported_dtype(leaf: Leaf, cast: str | None) -> str:
     return leaf.dtype
 
 
+def make_tensor(row: int, leaf: Leaf, *, name: str, dtype: str) -> Tensor:
+    """Returns the tensor of a leaf or an item."""
+    return Tensor(
+        row=row,
+        name=name,
+        dtype=dtype,
+        shape=leaf.shape,
+        chunk_shape=leaf.chunk_shape,
+    )
+
+
 def plan_tensors(
     source: Source,
     *,
@@ -124,31 +131,25 @@ def plan_tensors(
         dtypes: Names of the dtypes that the format holds.
         target: Name of the format, for messages.
     """
-    fault = partial(_fault, source, cast=cast, dtypes=dtypes, target=target)
-    source.check_rejected([(row, text) for row in source.rows if (text := fault(row))])
-    by_name: dict[str, Tensor] = {}
-    for row in source.rows:
-        leaf = source.leaf(row)
-        name = leaf.key if separator == "/" else separator.join(split_key(leaf.key))
-        tensor = Tensor(
-            row=row,
-            name=name,
+    faults = (
+        (row, _find_fault(source, row, cast, dtypes, target)) for row in source.rows
+    )
+    source.check_rejected([(row, text) for row, text in faults if text])
+    tensors = [
+        make_tensor(
+            row,
+            leaf,
+            name=leaf.key if separator == "/" else separator.join(split_key(leaf.key)),
             dtype=exported_dtype(leaf, cast),
-            shape=leaf.shape,
-            chunk_shape=leaf.chunk_shape,
         )
-        other = by_name.setdefault(name, tensor)
-        if other is not tensor:
-            raise PreconditionError(
-                f"{source.describe(row)}: expected a name of its own, got {name!r}, "
-                f"which leaf {source.leaf(other.row).key!r} has; rename one of them "
-                "with mapping= (--map), or leave one out with select= (--select)"
-            )
-    return [by_name[name] for name in sorted(by_name)]
+        for row, leaf in ((row, source.leaf(row)) for row in source.rows)
+    ]
+    source.check_names((each.row, each.name) for each in tensors)
+    return sorted(tensors, key=lambda each: each.name)
 
 
-def _fault(
-    source: Source, row: int, *, cast: str | None, dtypes: Collection[str], target: str
+def _find_fault(
+    source: Source, row: int, cast: str | None, dtypes: Collection[str], target: str
 ) -> str | None:
     """Returns why the format would lose a leaf; None if it holds it."""
     leaf = source.leaf(row)
@@ -184,20 +185,16 @@ def read_tensors(
     ]
     arrays = read_in_order(source, (p for plan in plans for p in plan), meter)
     for tensor, plan in zip(tensors, plans, strict=True):
-        yield tensor, _pieces(source, tensor, arrays, len(plan))
+        place = source.describe(tensor.row)
+        yield tensor, _cast_pieces(arrays, len(plan), tensor.dtype, place)
 
 
-def _pieces(
-    source: Source, tensor: Tensor, arrays: Iterator[NDArray[Any]], count: int
+def _cast_pieces(
+    arrays: Iterator[NDArray[Any]], count: int, dtype: str, place: str
 ) -> Iterator[memoryview]:
-    # no variable holds an array while the next one is read
     for _ in range(count):
-        yield _export_piece(source, tensor, next(arrays))
-
-
-def _export_piece(source: Source, tensor: Tensor, array: NDArray[Any]) -> memoryview:
-    """Returns the bytes of a piece, cast."""
-    return raw_bytes(cast_array(array, tensor.dtype, source.describe(tensor.row)))
+        # no variable holds an array while the next one is read
+        yield raw_bytes(cast_array(next(arrays), dtype, place))
 
 
 NPZ_SUFFIX: Final = ".npz"
@@ -218,11 +215,7 @@ def write_npz(call: ExportCall) -> Written:
             f"target {call.where!r}: expected a file whose name ends in {NPZ_SUFFIX}"
         )
     tensors = plan_tensors(
-        source,
-        cast=call.cast,
-        separator="/",
-        dtypes=HELD,
-        target="npz",
+        source, cast=call.cast, separator="/", dtypes=HELD, target="npz"
     )
     for tensor in tensors:
         if not is_member_name(tensor.name):
@@ -230,7 +223,7 @@ def write_npz(call: ExportCall) -> Written:
                 f"{source.describe(tensor.row)}: expected a name for a member of a zip "
                 f"file, got {tensor.name!r}; rename it with mapping="
             )
-    target = call.opened(folder)
+    target = call.open(folder)
     if target.size(name) is not None:
         raise PreconditionError(
             f"{call.where} exists; remove it, or choose another target"
@@ -336,40 +329,6 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
 
 
-def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tensors of a file in the order of their elements: widest elements
-    first, so that each begins at a multiple of its itemsize."""
-    return sorted(tensors, key=lambda tensor: (-tensor.itemsize, tensor.name))
-
-
-def header_bytes(
-    ordered: Sequence[Tensor], metadata: Mapping[str, str], place: str
-) -> bytes:
-    """Returns the length of the header and the header."""
-    header: dict[str, object] = {_RESERVED: dict(metadata)}
-    end = 0
-    for tensor in ordered:
-        if tensor.name == _RESERVED:
-            raise PreconditionError(
-                f"{place}: expected other names than {_RESERVED!r}, which safetensors "
-                "keeps for itself; rename the leaf with mapping="
-            )
-        start, end = end, end + tensor.size_bytes
-        header[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": (start, end),
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise PreconditionError(
-            f"{place}: expected a header of at most {MAX_HEADER_BYTES} bytes, got "
-            f"{len(text)}; write smaller files with max_shard_bytes="
-        )
-    return struct.pack("<Q", len(text)) + text
-
-
 def index_bytes(shards: Mapping[str, Sequence[Tensor]]) -> bytes:
     """Returns the index of an export of several files."""
     weight_map = {
@@ -414,27 +373,25 @@ def is_file_target(where: str) -> bool:
     return split_file(where)[1].endswith(SUFFIX)
 
 
-def write_safetensors(
-    call: ExportCall, *, max_shard_bytes: int | None, files: Sequence["ModelFile"]
-) -> Written:
+def write_safetensors(call: ExportCall, files: Sequence["ModelFile"]) -> Written:
     """Writes the selected leaves to a folder, or to a file if the target ends in
     ".safetensors"; and other files to the folder."""
-    source, meter = call.source, call.meter
+    source, meter, most = call.source, call.meter, call.options.max_shard_bytes
     tensors = plan_safetensors(source, cast=call.cast)
     folder, single = call.where, ""
     if is_file_target(folder):
         folder, single = split_file(folder)
-    target = call.opened(folder)
+    target = call.open(folder)
     size = sum(tensor.size_bytes for tensor in tensors)
-    if single and max_shard_bytes is not None and size > max_shard_bytes:
+    if single and most is not None and size > most:
         raise InvalidRequestError(
-            f"export of {source.name}: expected at most {max_shard_bytes} bytes, the "
-            f"maximum of a shard, for one file, got {size}; give a folder as the target"
+            f"export of {source.name}: expected at most {most} bytes, the maximum of "
+            f"a shard, for one file, got {size}; give a folder as the target"
         )
     if single:
         shards = [make_shard(source, single, tensors)]
     else:
-        shards = cut_shards(source, tensors, max_shard_bytes or MAX_SHARD_BYTES)
+        shards = cut_shards(source, tensors, most or MAX_SHARD_BYTES)
     final = single or (SINGLE if len(shards) == 1 else INDEX)
     for name in (final,) if single else (SINGLE, INDEX):
         if target.size(name) is not None:
@@ -456,11 +413,7 @@ def write_safetensors(
 def plan_safetensors(source: Source, *, cast: str | None = None) -> list[Tensor]:
     """Returns the tensors of the selected leaves, as ``plan_tensors`` does."""
     return plan_tensors(
-        source,
-        cast=cast,
-        separator=".",
-        dtypes=DTYPE_NAMES,
-        target="safetensors",
+        source, cast=cast, separator=".", dtypes=DTYPE_NAMES, target="safetensors"
     )
 
 
@@ -480,13 +433,36 @@ def cut_shards(
 
 def make_shard(source: Source, name: str, tensors: Sequence[Tensor]) -> Shard:
     """Returns a file; reads nothing."""
+    place = f"export of {source.name}: {name}"
     metadata = {"format": "pt", "storesvc.checkpoint": source.name}
     metadata["storesvc.uid"] = source.info.uid
     if source.mapping_digest:
         metadata["storesvc.mapping"] = source.mapping_digest
-    ordered = in_file_order(tensors)
-    header = header_bytes(ordered, metadata, f"export of {source.name}: {name}")
-    return Shard(name=name, tensors=ordered, header=header)
+    # widest elements first, so that each tensor begins at a multiple of its itemsize
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.itemsize, tensor.name))
+    header: dict[str, object] = {_RESERVED: metadata}
+    end = 0
+    for tensor in ordered:
+        if tensor.name == _RESERVED:
+            raise PreconditionError(
+                f"{place}: expected other names than {_RESERVED!r}, which safetensors "
+                "keeps for itself; rename the leaf with mapping="
+            )
+        start, end = end, end + tensor.size_bytes
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise PreconditionError(
+            f"{place}: expected a header of at most {MAX_HEADER_BYTES} bytes, got "
+            f"{len(text)}; write smaller files with max_shard_bytes="
+        )
+    data = struct.pack("<Q", len(text)) + text
+    return Shard(name=name, tensors=ordered, header=data)
 
 
 def _write_all(

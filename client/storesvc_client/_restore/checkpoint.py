@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._export.elements import Source
-    from storesvc_client._export.exporting import ExportReport, OrbaxLayout
+    from storesvc_client._export.elements import OrbaxLayout, Source
+    from storesvc_client._export.exporting import ExportReport
     from storesvc_client._pytree.restore_target import Target
     from storesvc_client._values.options import AnyMapping
 
@@ -469,7 +469,8 @@ class OpenCheckpoint(OpenTree):
             DataLossError: Stored bytes are damaged.
             LimitError: The target is full.
         """
-        from storesvc_client._export.exporting import ExportOptions, export_checkpoint
+        from storesvc_client._export.elements import ExportOptions
+        from storesvc_client._export.exporting import export_checkpoint
 
         place = f"export of {self.name}"
         chosen = None

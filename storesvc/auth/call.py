@@ -22,7 +22,6 @@ from storesvc.auth.policy import (
     Policy,
     Principal,
     Resource,
-    least_role,
 )
 from storesvc.errors import PermissionDeniedError, RunNotFoundError
 from storesvc.format.names import RunName
@@ -240,7 +239,7 @@ def require(permission: Permission, resource: Resource) -> None:
         raise PermissionDeniedError(
             f"{call.method} of {resource}: expected the permission {permission}, which "
             f"{call.principal} does not have; ask an administrator of the store for "
-            f"the role {least_role(permission)}",
+            f"the role {permission.least_role}",
             principal=call.principal.name,
             permission=permission,
             resource=str(resource),
@@ -281,7 +280,7 @@ async def require_own(
         raise PermissionDeniedError(
             f"{call.method} of {run}: it belongs to {owner}, and {call.principal} does "
             f"not have the permission {otherwise}; call as {owner}, or ask an "
-            f"administrator of the store for the role {least_role(otherwise)}",
+            f"administrator of the store for the role {otherwise.least_role}",
             principal=call.principal.name,
             permission=otherwise,
             resource=str(run),

@@ -17,59 +17,63 @@ from datetime import datetime
 from enum import Enum, StrEnum
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Self, TypeAlias
 
 from storesvc.format.names import RunName
 
 
 class Permission(StrEnum):
-    """One kind of access to a run, or to all runs of a namespace."""
+    """One kind of access to a run, or to all runs of a namespace.
 
-    RUNS_LIST = "runs.list"
+    Each is defined with the first role that has it, if that is not ``admin``; the roles
+    after that have it too.
+    """
+
+    RUNS_LIST = "runs.list", "reader"
     """To see that a run exists. Without it, every other call reports NOT_FOUND."""
-    RUNS_GET = "runs.get"
-    RUNS_UPDATE = "runs.update"
-    RUNS_SET_POLICY = "runs.setPolicy"
+    RUNS_GET = "runs.get", "reader"
+    RUNS_UPDATE = "runs.update", "writer"
+    RUNS_SET_POLICY = "runs.setPolicy", "manager"
     """To set the retention policy or the purge delay of a run."""
-    CHECKPOINTS_LIST = "checkpoints.list"
-    CHECKPOINTS_GET = "checkpoints.get"
-    CHECKPOINTS_READ = "checkpoints.read"
+    CHECKPOINTS_LIST = "checkpoints.list", "reader"
+    CHECKPOINTS_GET = "checkpoints.get", "reader"
+    CHECKPOINTS_READ = "checkpoints.read", "reader"
     """To read manifests, chunks and items."""
-    CHECKPOINTS_WATCH = "checkpoints.watch"
-    CHECKPOINTS_VERIFY = "checkpoints.verify"
-    CHECKPOINTS_UPDATE = "checkpoints.update"
+    CHECKPOINTS_WATCH = "checkpoints.watch", "reader"
+    CHECKPOINTS_VERIFY = "checkpoints.verify", "reader"
+    CHECKPOINTS_UPDATE = "checkpoints.update", "writer"
     """To set labels and metrics."""
-    CHECKPOINTS_PIN = "checkpoints.pin"
-    CHECKPOINTS_DELETE = "checkpoints.delete"
+    CHECKPOINTS_PIN = "checkpoints.pin", "manager"
+    CHECKPOINTS_DELETE = "checkpoints.delete", "manager"
     """To delete, also by applying retention."""
-    CHECKPOINTS_UNDELETE = "checkpoints.undelete"
-    CHECKPOINTS_PURGE = "checkpoints.purge"
-    TAGS_LIST = "tags.list"
-    TAGS_SET = "tags.set"
-    TAGS_DELETE = "tags.delete"
-    TAGS_MANAGE = "tags.manage"
+    CHECKPOINTS_UNDELETE = "checkpoints.undelete", "manager"
+    CHECKPOINTS_PURGE = "checkpoints.purge", "manager"
+    TAGS_LIST = "tags.list", "reader"
+    TAGS_SET = "tags.set", "writer"
+    TAGS_DELETE = "tags.delete", "writer"
+    TAGS_MANAGE = "tags.manage", "manager"
     """To protect tags, and to change protected ones."""
-    HOLDS_LIST = "holds.list"
-    HOLDS_CREATE = "holds.create"
+    HOLDS_LIST = "holds.list", "reader"
+    HOLDS_CREATE = "holds.create", "reader"
     """To create holds, and to renew and delete one's own."""
-    HOLDS_MANAGE = "holds.manage"
+    HOLDS_MANAGE = "holds.manage", "manager"
     """To renew and delete holds of others."""
-    UPLOADS_GET = "uploads.get"
-    UPLOADS_BEGIN = "uploads.begin"
-    UPLOADS_SUPERSEDE = "uploads.supersede"
+    UPLOADS_GET = "uploads.get", "reader"
+    UPLOADS_BEGIN = "uploads.begin", "writer"
+    UPLOADS_SUPERSEDE = "uploads.supersede", "writer"
     """To begin an upload at a step that another live upload holds."""
-    UPLOADS_WRITE = "uploads.write"
-    UPLOADS_PLACE = "uploads.place"
+    UPLOADS_WRITE = "uploads.write", "writer"
+    UPLOADS_PLACE = "uploads.place", "writer"
     """To refer to data files that the client wrote itself."""
-    UPLOADS_COMMIT = "uploads.commit"
-    UPLOADS_ABORT = "uploads.abort"
-    UPLOADS_MANAGE = "uploads.manage"
+    UPLOADS_COMMIT = "uploads.commit", "writer"
+    UPLOADS_ABORT = "uploads.abort", "writer"
+    UPLOADS_MANAGE = "uploads.manage", "manager"
     """To write, commit and abort uploads that others began."""
-    USAGE_GET = "usage.get"
-    QUOTAS_GET = "quotas.get"
-    CREDENTIALS_LEND_READ = "credentials.lendRead"
-    CREDENTIALS_LEND_WRITE = "credentials.lendWrite"
-    GARBAGE_COLLECT = "garbage.collect"
+    USAGE_GET = "usage.get", "reader"
+    QUOTAS_GET = "quotas.get", "reader"
+    CREDENTIALS_LEND_READ = "credentials.lendRead", "reader"
+    CREDENTIALS_LEND_WRITE = "credentials.lendWrite", "writer"
+    GARBAGE_COLLECT = "garbage.collect", "manager"
     GARBAGE_COLLECT_EARLY = "garbage.collectEarly"
     """To collect with a grace period below the server's default."""
     STORES_UPGRADE = "stores.upgrade"
@@ -77,66 +81,27 @@ class Permission(StrEnum):
     AUDIT_READ = "audit.read"
     """To read the audit log of a server; counts on all runs only."""
 
+    def __new__(cls, name: str, role: str = "admin") -> Self:
+        permission = str.__new__(cls, name)
+        permission._value_ = name
+        permission.least_role = role
+        return permission
 
-_READER: Final = frozenset(
-    {
-        Permission.RUNS_LIST,
-        Permission.RUNS_GET,
-        Permission.CHECKPOINTS_LIST,
-        Permission.CHECKPOINTS_GET,
-        Permission.CHECKPOINTS_READ,
-        Permission.CHECKPOINTS_WATCH,
-        Permission.CHECKPOINTS_VERIFY,
-        Permission.TAGS_LIST,
-        Permission.HOLDS_LIST,
-        Permission.HOLDS_CREATE,
-        Permission.UPLOADS_GET,
-        Permission.USAGE_GET,
-        Permission.QUOTAS_GET,
-        Permission.CREDENTIALS_LEND_READ,
-    }
-)
+    least_role: str
+    """The first role that has it."""
 
-_WRITER: Final = _READER | {
-    Permission.RUNS_UPDATE,
-    Permission.CHECKPOINTS_UPDATE,
-    Permission.TAGS_SET,
-    Permission.TAGS_DELETE,
-    Permission.UPLOADS_BEGIN,
-    Permission.UPLOADS_SUPERSEDE,
-    Permission.UPLOADS_WRITE,
-    Permission.UPLOADS_PLACE,
-    Permission.UPLOADS_COMMIT,
-    Permission.UPLOADS_ABORT,
-    Permission.CREDENTIALS_LEND_WRITE,
-}
 
-_MANAGER: Final = _WRITER | {
-    Permission.RUNS_SET_POLICY,
-    Permission.CHECKPOINTS_PIN,
-    Permission.CHECKPOINTS_DELETE,
-    Permission.CHECKPOINTS_UNDELETE,
-    Permission.CHECKPOINTS_PURGE,
-    Permission.TAGS_MANAGE,
-    Permission.HOLDS_MANAGE,
-    Permission.UPLOADS_MANAGE,
-    Permission.GARBAGE_COLLECT,
-}
+_ROLES: Final = ("reader", "writer", "manager", "admin")
 
 ROLES: Final[Mapping[str, frozenset[Permission]]] = MappingProxyType(
     {
-        "reader": _READER,
-        "writer": _WRITER,
-        "manager": _MANAGER,
-        "admin": frozenset(Permission),
+        role: frozenset(
+            each for each in Permission if each.least_role in _ROLES[: at + 1]
+        )
+        for at, role in enumerate(_ROLES)
     }
 )
 """The permissions of each role; each role includes the roles before it."""
-
-
-def least_role(permission: Permission) -> str:
-    """Returns the first role that has a permission."""
-    return next(role for role, granted in ROLES.items() if permission in granted)
 
 
 class Authentication(Enum):

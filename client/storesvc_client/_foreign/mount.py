@@ -304,25 +304,8 @@ def open_foreign(
         root = open_root(kind, location, options)
     except NotFoundError as e:
         raise explained(e) from e
-    run = ForeignRun(_LabelledRoot(root, location), lookalike, explained)
+    run = ForeignRun(root, lookalike, explained)
     return run if mapping is None else run.map(mapping)
-
-
-class _LabelledRoot(ForeignRoot):
-    """A root whose steps also have the labels of their location."""
-
-    def __init__(self, root: ForeignRoot, location: Location) -> None:
-        self._root = root
-        self._location = location
-        self.url = root.url
-
-    def steps(self) -> Sequence[int]:
-        return self._root.steps()
-
-    def open(self, step: int) -> ForeignStep:
-        found = self._root.open(step)
-        labels = self._location.labels()
-        return replace(found, labels={**labels, **found.labels}) if labels else found
 
 
 def split_url(url: str) -> tuple[str, str]:

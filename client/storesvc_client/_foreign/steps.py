@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain, count
+from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -511,6 +512,44 @@ def make_tree(
             f"{place}: a checkpoint cannot hold its arrays: {why}; {advice}"
         ) from e
     return Tree(leaves, structure), tuple(row.array for row in ordered)
+
+
+def make_step(
+    location: Location,
+    folder: str,
+    rows: Iterable[Row],
+    *,
+    step: int,
+    format: str,  # noqa: A002 - the field
+    advice: str = "save it again with other names",
+    structure: bytes = b"",
+    labels: Mapping[str, str] = MappingProxyType({}),
+    **more: Any,
+) -> ForeignStep:
+    """Returns the step of a folder, with the labels of its location.
+
+    Args:
+        location: Location of the steps.
+        folder: Folder of the step.
+        rows: As for ``make_tree``; so are `advice` and `structure`.
+        step: Number of the step.
+        format: Name of its format.
+        advice: See `rows`.
+        structure: See `rows`.
+        labels: More labels.
+        more: Further fields.
+    """
+    url = place(location, folder)
+    tree, arrays = make_tree(rows, place=url, advice=advice, structure=structure)
+    return ForeignStep(
+        step=step,
+        url=f"{format}:{url}",
+        format=format,
+        tree=tree,
+        arrays=arrays,
+        labels={**location.labels(), **labels},
+        **more,
+    )
 
 
 class BytesArray(ForeignArray):

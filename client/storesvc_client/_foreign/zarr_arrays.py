@@ -457,6 +457,16 @@ class TensorStoreArray(ForeignArray):
             path_kinds=path_kinds,
         )
 
+    def check_form(
+        self, name: str, shape: tuple[int, ...], dtype: str, source: str = ""
+    ) -> None:
+        """Rejects an array of another form than the step states."""
+        if (shape, dtype) != (self.shape, self.dtype):
+            raise DataLossError(
+                f"array {name!r}: expected {shape} {dtype}{source}, got {self.shape} "
+                f"{self.dtype}; another save may have overwritten it"
+            )
+
     def read(self, region: Region, into: NDArray[Any]) -> Reading:
         if self._chunk_bytes >= MIN_CHUNK_BYTES and self._raw_chunks is not None:
             return reading_threads().submit(
@@ -843,5 +853,23 @@ def open_folders(
             is_whole=True,
         )
         for path in paths
+    ]
+    return list(open_arrays(location, places))
+
+
+def open_keys(
+    location: Location, base: Mapping[str, Any], names: Iterable[tuple[str, str]]
+) -> list[TensorStoreArray]:
+    """Opens the arrays of a database, each with its name in messages and the path of
+    its keys; chunks of zeros are not stored.
+    """
+    places = [
+        ArrayPlace(
+            name=f"array {name!r}",
+            driver="zarr3",
+            kvstore=ocdbt(base, f"{path}/" if path else ""),
+            is_whole=False,
+        )
+        for name, path in names
     ]
     return list(open_arrays(location, places))

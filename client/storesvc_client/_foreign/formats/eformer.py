@@ -32,7 +32,7 @@ from storesvc_client._foreign.steps import (
     FolderRoot,
     Row,
     join,
-    make_tree,
+    make_step,
     place,
     read_metadata,
     relative_path,
@@ -149,15 +149,12 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     else:
         tensors, left_out = tensor_rows(location, folder, digest)
         rows += tensors
-    tree, ordered = make_tree(
-        rows, place=place(location, folder), advice="save it again with other names"
-    )
-    return ForeignStep(
+    return make_step(
+        location,
+        folder,
+        rows,
         step=step,
-        url=f"eformer:{place(location, folder)}",
         format="eformer",
-        tree=tree,
-        arrays=ordered,
         create_time=time,
         labels=_labels(location, folder, names, left_out),
         digest=digest.hexdigest(),
@@ -176,12 +173,7 @@ def _indexed_rows(
     arrays = open_folders(location, folder, paths)
     digest.update(stamp_folders(location, folder, paths))
     for entry, array in zip(entries, arrays, strict=True):
-        if (entry.shape, entry.dtype) != (array.shape, array.dtype):
-            raise DataLossError(
-                f"array {entry.path!r}: expected {entry.shape} {entry.dtype} by "
-                f"{_INDEX}, got {array.shape} {array.dtype}; another save may have "
-                "overwritten it"
-            )
+        array.check_form(entry.path, entry.shape, entry.dtype, f" by {_INDEX}")
         yield array.row(entry.path.split("/"), name=entry.path)
 
 

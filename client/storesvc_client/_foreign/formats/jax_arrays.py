@@ -16,7 +16,7 @@ import base64
 import binascii
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -31,18 +31,16 @@ from storesvc_client._foreign.steps import (
     FolderRoot,
     Row,
     join,
-    make_tree,
+    make_step,
     named_steps,
     place,
 )
 from storesvc_client._foreign.zarr_arrays import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
-    ArrayPlace,
     TensorStoreArray,
     database_base,
-    ocdbt,
-    open_arrays,
+    open_keys,
 )
 from storesvc_client._items.values import Container, pack_container_document
 from storesvc_client.errors import DataLossError, PreconditionError
@@ -203,7 +201,9 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
         )
     none = [leaves[n] for n, form in enumerate(forms) if form in _NONE]
     stored = [n for n, form in enumerate(forms) if form not in _NONE]
-    arrays = _open(location, join(folder, _STORE), stored, leaves)
+    base = database_base(location, join(folder, _STORE))
+    names = [(_name(leaves[n]), str(n)) for n in stored]
+    arrays = open_keys(location, base, names)
     rows = [
         _row(leaves[n], array, forms[n])
         for n, array in zip(stored, arrays, strict=True)
@@ -214,18 +214,13 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
     digest = xxhash.xxh3_128(data)
     manifest = join(folder, f"{_STORE}/{MANIFEST}")
     digest.update(location.read(manifest, limit=MAX_MANIFEST_BYTES))
-    tree, ordered = make_tree(
+    return make_step(
+        location,
+        folder,
         rows,
-        place=place(location, folder),
-        advice="save it again with other names",
-        structure=pack_container_document(containers),
-    )
-    return ForeignStep(
         step=step,
-        url=f"jax:{place(location, folder)}",
         format="jax",
-        tree=tree,
-        arrays=ordered,
+        structure=pack_container_document(containers),
         digest=digest.hexdigest(),
     )
 
@@ -238,22 +233,6 @@ def _tree_bytes(fields: dict[str, Any], what: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as e:
         raise DataLossError(f"{what}: expected base64 in {_TREE}, got {e}") from e
-
-
-def _open(
-    location: Location, store: str, stored: Sequence[int], leaves: Sequence[Node]
-) -> list[TensorStoreArray]:
-    base = database_base(location, store)
-    places = [
-        ArrayPlace(
-            name=f"array {_name(leaves[n])!r}",
-            driver="zarr3",
-            kvstore=ocdbt(base, f"{n}/"),
-            is_whole=False,  # chunks of zeros are not stored
-        )
-        for n in stored
-    ]
-    return list(open_arrays(location, places))
 
 
 def _name(leaf: Node) -> str:
@@ -277,9 +256,5 @@ def _row(leaf: Node, array: TensorStoreArray, form: Any) -> Row:
             f"array {name!r}: expected an array or None, got {ascii(form)[:80]}"
         )
     shape = tuple(int(n) for n in found[2].split(",") if n.strip())
-    if (found[1], shape) != (array.dtype, array.shape):
-        raise DataLossError(
-            f"array {name!r}: expected {shape} {found[1]}, got {array.shape} "
-            f"{array.dtype}; another save may have overwritten it"
-        )
+    array.check_form(name, shape, found[1])
     return array.row(leaf.parts, name=name, path_kinds=leaf.path_kinds)

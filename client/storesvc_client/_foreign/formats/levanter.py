@@ -19,7 +19,7 @@ from storesvc_client._foreign.steps import (
     METADATA,
     FolderRoot,
     join,
-    make_tree,
+    make_step,
     place,
     read_metadata,
     stamp_folders,
@@ -29,14 +29,13 @@ from storesvc_client._foreign.steps import (
 from storesvc_client._foreign.zarr_arrays import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
-    ArrayPlace,
     TensorStoreArray,
     database_base,
     find_arrays,
     list_keys,
     ocdbt,
-    open_arrays,
     open_folders,
+    open_keys,
 )
 from storesvc_client.errors import DataLossError
 
@@ -75,15 +74,12 @@ def _read_step(location: Location, folder: str, step: int) -> ForeignStep:
         for path, array in zip(paths, arrays, strict=True)
     ]
     rows.append(text_row("metadata", metadata.data, name=METADATA))
-    tree, ordered = make_tree(
-        rows, place=place(location, folder), advice="save it again with other names"
-    )
-    return ForeignStep(
+    return make_step(
+        location,
+        folder,
+        rows,
         step=step,
-        url=f"levanter:{place(location, folder)}",
         format="levanter",
-        tree=tree,
-        arrays=ordered,
         create_time=metadata.create_time,
         digest=digest.hexdigest(),
     )
@@ -100,13 +96,4 @@ def _open_database(
         for key in keys
         if key == _ZARR_JSON or key.endswith(f"/{_ZARR_JSON}")
     ]
-    places = [
-        ArrayPlace(
-            name=f"array {path!r}",
-            driver="zarr3",
-            kvstore=ocdbt(base, f"{path}/" if path else ""),
-            is_whole=False,  # chunks of zeros are not stored
-        )
-        for path in paths
-    ]
-    return paths, list(open_arrays(location, places))
+    return paths, open_keys(location, base, [(path, path) for path in paths])

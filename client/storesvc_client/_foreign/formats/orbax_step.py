@@ -279,7 +279,7 @@ class StepReader:
             arrays=arrays,
             create_time=created,
             metrics=self.metrics,
-            labels=self.labels,
+            labels={**self.location.labels(), **self.labels},
             digest=self.described.hexdigest(),
             verified_count=self.verified,
             unread=tuple(self.unread),

@@ -45,7 +45,7 @@ from storesvc_client._foreign.steps import (
     folders_in,
     item_row,
     join,
-    make_tree,
+    make_step,
     named_steps,
     names_text,
     place,
@@ -336,17 +336,13 @@ def read_step(
     labels = dict(not_read_label("safetensors", [each.name for each in unread]))
     if cached := cached_revision(place(location, folder)):
         labels["huggingface.repository"], labels["huggingface.revision"] = cached
-    tree, arrays = make_tree(
+    return make_step(
+        location,
+        folder,
         rows,
-        place=place(location, folder),
-        advice="keep the names whole (keep_names), or rename a tensor",
-    )
-    return ForeignStep(
         step=step,
-        url=f"safetensors:{place(location, folder)}",
         format="safetensors",
-        tree=tree,
-        arrays=arrays,
+        advice="keep the names whole (keep_names), or rename a tensor",
         labels=labels,
         digest=digest.hexdigest(),
         unread=unread,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from easydel.infra.base_state import EasyDeLState
@@ -31,6 +32,20 @@ def hugging_face(state: Any) -> dict[str, Any]:
         name = ".".join([*above, "bias" if last == "bias" else "weight"])
         found[name] = array.T if last == "kernel" else array
     return found
+
+
+def test_easydel_does_not_compute_with_the_head_of_a_tied_model() -> None:
+    """So a table leaves it out, whether it equals the embedding or not."""
+    scenario = Scenario(sizes={"num_hidden_layers": 1, **MODELS["tied"]})
+    model: Any = scenario.model(scenario.dims)
+    words = jnp.arange(8)[None]
+
+    with model.mesh:
+        before = model(input_ids=words).logits
+        model.lm_head.kernel.value = model.lm_head.kernel.value + 1
+        after = model(input_ids=words).logits
+
+    np.testing.assert_array_equal(before, after)
 
 
 @pytest.mark.parametrize("kind", MODELS)

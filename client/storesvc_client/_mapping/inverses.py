@@ -10,6 +10,7 @@ payload of a NaN. ``invert_document`` needs no tree, but operations whose invers
 same for every tree.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -78,14 +79,19 @@ def invert_rules(mapped: MappedTree, source: Tree) -> Document:
 
 def invert_document(rules: Rules) -> list[dict[str, Any]]:
     """Returns rules that make the source again, whatever it is, but for what they leave
-    out.
+    out. Tied leaves are left out, too: the head of a tied model, which EasyDeL keeps
+    and does not use, so that it need not equal the embedding.
 
     Raises:
         ValueError: The inverse of a rule depends on the tree.
     """
     return [
         {
-            **_invert_rule(rule, [{}] * len(rule.operations)),
+            **(
+                _drop_targets(rule)
+                if rule.tie is not None
+                else _invert_rule(rule, [{}] * len(rule.operations))
+            ),
             "optional": rule.is_optional,
         }
         for rule in rules.rules
@@ -94,8 +100,14 @@ def invert_document(rules: Rules) -> list[dict[str, Any]]:
 
 
 def _invert_rule(rule: Rule, steps: Sequence[Streams]) -> dict[str, Any]:
-    if rule.default is not None or rule.tie is not None:
-        return {"from": [str(each) for each in rule.targets], "drop": True}
+    if rule.default is not None:
+        return _drop_targets(rule)
+    if rule.tie is not None:
+        name = json.dumps(str(rule.targets[0]))
+        raise ValueError(
+            "both leaves may differ later; invert the rules without this rule, and "
+            f"add {{from = {name}, drop = true}} to the way back"
+        )
     known = dict(rule.sources[0].kinds)
     width = len(rule.sources)
     for operation in rule.operations:
@@ -128,6 +140,10 @@ def _invert_rule(rule: Rule, steps: Sequence[Streams]) -> dict[str, Any]:
         "to": [str(each) for each in rule.sources],
         "operations": operations[::-1],
     }
+
+
+def _drop_targets(rule: Rule) -> dict[str, Any]:
+    return {"from": [str(each) for each in rule.targets], "drop": True}
 
 
 def _agree(streams: Streams, find: Callable[[Expression], Any], what: str) -> Any:

@@ -1,5 +1,6 @@
 """A run keeps rules with which older checkpoints are restored into today's code."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ RENAMED: Rules = {
     "otherwise": "keep",
     "rules": [{"from": "params/{name}", "to": "model/{name}"}],
 }
+
+
+def rename(old: str, new: str) -> Rules:
+    return {"version": 1, "rules": [{"from": old, "to": new}]}
 
 
 @pytest.fixture
@@ -169,6 +174,38 @@ def test_what_the_tree_cannot_decide_is_rejected(run: store.Run) -> None:
     assert 1 == len(run.migrations.list())
 
 
+def test_a_migration_is_inserted_before_others_as_the_error_says(
+    run: store.Run,
+) -> None:
+    """Those that follow are removed, and added again: x, from a branch, is to become b,
+    c and d as what was a does."""
+    for step, key in enumerate("abx"):
+        run.save(step, {key: jnp.full(2, step)}).result()
+    for old, new in ("ab", "bc", "cd"):
+        run.migrations.add(rename(old, new), which=0)
+    wanted = [rename("x", "b")]
+
+    while wanted:
+        try:
+            run.migrations.add(wanted[0], which=2)
+        except store.InvalidRequestError as e:
+            assert "add these, and then, with the same which=" in str(e)
+            found = re.search(r"remove\('(\w+)'\)", str(e))
+            assert found is not None
+            (follows,) = (
+                each
+                for each in run.migrations.list()
+                if each.digest.startswith(found[1])
+            )
+            run.migrations.remove(found[1])
+            wanted.insert(1, dict(follows.rules))
+        else:
+            wanted.pop(0)
+
+    for step in range(3):
+        np.testing.assert_array_equal(np.full(2, step), run.restore(step)["d"])
+
+
 def test_they_have_a_limit(run: store.Run) -> None:
     run.save(1, {"w": jnp.ones(2)}).result()
     rules = [
@@ -176,8 +213,24 @@ def test_they_have_a_limit(run: store.Run) -> None:
     ]
     document = {"version": 1, "rules": [{"from": "w", "to": "v"}, *rules]}
 
-    with pytest.raises(store.LimitError, match="at most 262144 bytes"):
+    with pytest.raises(store.LimitError, match="at most 262144 bytes") as refused:
         run.migrations.add(document)
+
+    assert "prod/model: migration mapping, 28" in str(refused.value)
+
+
+def test_they_are_64_at_most(run: store.Run) -> None:
+    run.save(1, {"k0": jnp.ones(2)}).result()
+    for n in range(64):
+        one = run.migrations.add(rename(f"k{n}", f"k{n + 1}"))
+
+    with pytest.raises(
+        store.LimitError, match="migration mapping: expected at most 64"
+    ):
+        run.migrations.add(rename("k64", "k65"))
+
+    run.migrations.remove(one.digest)
+    assert run.restore(1).keys() == {"k63"}
 
 
 def test_a_loop_resumes_what_it_saved_and_what_was_saved_before(run: store.Run) -> None:

@@ -5,7 +5,7 @@ A change is conditional on the etag of the run: two at a time do not lose one.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from storesvc.format.names import Which
 from storesvc_client._api.groups import get_run, update_run
@@ -14,12 +14,15 @@ from storesvc_client._rpc.connection import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import checked_text
 from storesvc_client._values.options import THIS_PROCESS, MappingRules
-from storesvc_client.errors import InvalidRequestError, NotFoundError
+from storesvc_client.errors import InvalidRequestError, LimitError, NotFoundError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
     from storesvc_client._restore.migrations import Migration
 
+
+MAX_MIGRATIONS: Final = 64
+"""Maximum migrations of a run, by the contract."""
 
 Listed: TypeAlias = "list[Migration]"
 """Within the class, ``list`` is a function."""
@@ -65,8 +68,8 @@ class Migrations:
             NotFoundError: There is no such run or checkpoint.
             MismatchError: The rules do not fit the checkpoint.
             InvalidRequestError: They make the same keys, shapes and dtypes, or a tree
-                that another migration takes; or the run has 64 migrations, or they
-                exceed 256 KiB.
+                that another migration takes.
+            LimitError: The run has 64 migrations, or they would exceed 256 KiB.
             ConflictError: The run changed in the meantime.
         """
         from storesvc_client._restore.mapped import load_rules
@@ -87,10 +90,27 @@ class Migrations:
             if found.target == other.source:
                 raise InvalidRequestError(
                     f"{found.name}: expected rules that make another tree than the one "
-                    f"that the migration {other.name} ({other.digest[:12]}) takes, as "
-                    "checkpoints saved with it would be migrated, too; remove that one"
+                    f"that the migration {other.name} takes, as checkpoints saved with "
+                    "it would be migrated, too; keep the rules of that one, "
+                    f"run.migrations.remove('{other.digest[:12]}'), add these, and "
+                    "then, with the same which=, those that are to follow them"
                 )
-        self._set(run, [*run.migrations, found.pack()])
+        migrations = [*run.migrations, found.pack()]
+        place = f"{self._stub.name}: migration {found.name}"
+        if len(migrations) > MAX_MIGRATIONS:
+            raise LimitError(
+                f"{place}: expected at most {MAX_MIGRATIONS} migrations of a run, got "
+                "one more; remove one whose checkpoints are no longer needed"
+            )
+        try:
+            self._set(run, migrations)
+        except LimitError as e:
+            raise LimitError(
+                f"{place}, {len(migrations[-1])} bytes of {sum(map(len, migrations))}: "
+                f"{e}; write fewer rules with placeholders, or remove a migration",
+                reason=e.reason,
+                metadata=e.metadata,
+            ) from e
         return found
 
     def remove(self, digest: str) -> None:

@@ -44,7 +44,7 @@ from storesvc_client._mapping.expressions import (
     Transpose,
     check_axis,
 )
-from storesvc_client._mapping.rules import COMPUTING, Operation, Rule, Rules
+from storesvc_client._mapping.rules import Operation, Rule, Rules
 from storesvc_client._mapping.templates import Template, Value
 from storesvc_client._values.key_patterns import nearest_keys
 from storesvc_client.errors import InvalidRequestError, MismatchError
@@ -76,12 +76,6 @@ class MappedLeaf:
     expression: Expression
     rule: Rule | None
     """The rule that makes it; None: it is kept."""
-
-    @property
-    def is_computed(self) -> bool:
-        """True if its elements are results of arithmetic."""
-        operations = () if self.rule is None else self.rule.operations
-        return any(each.name in COMPUTING for each in operations)
 
 
 @dataclass(frozen=True)
@@ -371,6 +365,7 @@ class _Index:
         self._others: dict[tuple[str | None, str | None], list[tuple[Rule, int]]] = (
             defaultdict(list)
         )
+        self._name = rules.name
         self._left = MAX_COMPARISONS
         for rule in rules.rules:
             for number, template in enumerate(rule.sources):
@@ -390,9 +385,10 @@ class _Index:
             self._left -= len(candidates)
             if self._left < 0:
                 raise InvalidRequestError(
-                    f"expected rules that need at most {MAX_COMPARISONS:,} comparisons "
-                    "of a key with a rule, got more; begin or end the keys of rules "
-                    "with different parts, or write fewer rules with placeholders"
+                    f"{self._name}: expected rules that need at most "
+                    f"{MAX_COMPARISONS:,} comparisons of a key with a rule, got more; "
+                    "begin or end the keys of rules with different parts, or write "
+                    "fewer rules with placeholders"
                 )
             for rule, number in candidates:
                 values = rule.sources[number].match(key)

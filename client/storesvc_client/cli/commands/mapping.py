@@ -79,6 +79,8 @@ def _add_reader(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _document(reader: "MappedReader", mapped: "MappedLeaf") -> dict[str, Any]:
+    from storesvc_client._mapping.rules import COMPUTING
+
     stored = reader.inner.tree.leaves
     rows = dict.fromkeys(each.row for each in mapped.expression.sources())
     operations = () if mapped.rule is None else mapped.rule.operations
@@ -89,7 +91,7 @@ def _document(reader: "MappedReader", mapped: "MappedLeaf") -> dict[str, Any]:
         "from": [stored[row].key for row in rows],
         "rule": None if mapped.rule is None else mapped.rule.place,
         "operations": [str(each) for each in operations],
-        "is_computed": mapped.is_computed,
+        "is_computed": any(each.name in COMPUTING for each in operations),
     }
 
 

@@ -109,6 +109,10 @@ def test_ranges_that_name_no_bytes(
     assert status == answer.status_code
     if status == 416:
         assert f"bytes */{len(whole)}" == answer.headers["content-range"]
+        wanted = f"{NAME}@300 model.safetensors: expected a range of its {len(whole)} b"
+        message = answer.headers["x-error-message"]
+        assert message.startswith(wanted)
+        assert f"got '{header}'" in message
     else:
         assert whole == answer.content
 

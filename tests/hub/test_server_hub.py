@@ -197,8 +197,17 @@ def test_a_server_of_tls_serves_its_hub_by_tls(tmp_path: Path) -> None:
     assert (404, 404) == (before, after)
 
 
+def test_an_error_shows_no_address_of_the_server(served: HubServer) -> None:
+    answer = served.get("/api/models/prod/zzzzzzzz", "trainer")
+
+    assert 404 == answer.status_code
+    assert answer.json()["error"].startswith("this store: ")
+    assert "unix:" not in answer.text
+
+
 def test_it_drains_with_the_server(tmp_path: Path) -> None:
-    served = HubServer(tmp_path)
+    """This one maps by a table, as ``storectl hub --map`` does."""
+    served = HubServer(tmp_path, "--hub-map", "llama-inverse")
 
     assert served.get("/api/models/prod/absent").status_code in (403, 404)
     assert 0 == served.server.stop()
@@ -210,6 +219,7 @@ def test_it_drains_with_the_server(tmp_path: Path) -> None:
     "options",
     [
         ("--hub-select", "a"),
+        ("--hub-map", "llama"),
         ("--hub-port", "0", "--unix", "/tmp/d/s"),
         ("--hub-port", "0", "--collect-only"),
     ],
@@ -221,6 +231,15 @@ def test_what_does_not_fit_is_rejected(
 
     assert 2 == result.exit_code
     assert "hub" in result.stderr
+
+
+@pytest.mark.parametrize("rules", ["absent.toml", "lama"])
+def test_rules_that_are_none_are_named(tmp_path: Path, rules: str) -> None:
+    options = ("--hub-port", "0", "--hub-map", rules)
+    result = invoke("serve", "--root", str(tmp_path), *options)
+
+    assert 1 == result.exit_code
+    assert f"got '{rules}'" in result.stderr
 
 
 def test_a_port_that_is_taken_is_named(served: HubServer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ among those that the checkpoint has.
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qsl
@@ -205,9 +206,11 @@ class _Hub:
             start, stop = parse_range(wanted, size)
         except UnsatisfiableRangeError:
             headers |= {"Content-Range": f"bytes */{size}"}
-            return _make_error(
-                416, "", f"expected bytes of {size}, got others", headers
+            message = (
+                f"{found.reader.name} {name}: expected a range of its {size} bytes, "
+                f"got {wanted!r}; ask for bytes before its end"
             )
+            return _make_error(416, "", message, headers)
         status = 200
         if stop - start < size:
             status = 206
@@ -282,7 +285,9 @@ def _answer_store_error(_request: Request, error: Exception) -> Response:
         if error.reason in _REVISION_REASONS:
             code = "RevisionNotFound"
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return _make_error(status, code, str(error), headers)
+    # callers of a server cannot connect to the socket by which its hub reads
+    message = re.sub(r"\bstore unix:[^\s:]+", "this store", str(error))
+    return _make_error(status, code, message, headers)
 
 
 def _answer_http_error(_request: Request, error: Exception) -> Response:

@@ -211,9 +211,8 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
 )
 @click.option(
     "--hub-map",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Rules of the mapping that makes the files of --hub-port.",
+    metavar="RULES",
+    help="A file of rules, or a table, that makes the files of --hub-port.",
 )
 @click.option(
     "--hub-select",
@@ -260,7 +259,7 @@ def serve(
     metrics_host: str,
     metrics_runs: tuple[str, ...],
     hub_port: int | None,
-    hub_map: Path | None,
+    hub_map: str | None,
     hub_select: tuple[str, ...],
     otlp_endpoint: str,
     log_format: Literal["text", "json"],
@@ -336,7 +335,7 @@ def serve(
     try:
         if hub_port is not None:
             _check_packages("hub", _HTTP_NEEDS)
-            view = _make_view(str(hub_map) if hub_map else None, hub_select, None)
+            view = _make_view(hub_map, hub_select, None)
             context = tls.make_context() if tls else None
             listening = _bind(hub_port, host, option="--hub-port")
             extra = partial(_serve_hub, listening, view, context)

@@ -202,6 +202,25 @@ def test_stat_of_a_run_shows_its_holds_and_its_policy(
     assert ["holds", "step 1"] in [row[:2] for row in rows]
 
 
+def test_stat_of_a_run_shows_its_migrations_in_their_order(
+    address: str, run: store.Run
+) -> None:
+    run.save(1, {"a": np.zeros(3)}).result()
+    assert ["migrations", "-"] in table(printed(address, "stat", run.name))
+    for old, new in ("ab", "bc"):
+        run.migrations.add({"version": 1, "rules": [{"from": old, "to": new}]})
+    first, second = run.migrations.list()
+
+    rows = table(printed(address, "stat", run.name))
+    found = document(address, "stat", run.name)["migrations"]
+
+    at = rows.index(["migrations", first.digest[:12], "mapping"])
+    assert [second.digest[:12], "mapping"] == rows[at + 1]
+    assert [{"digest": one.digest, "name": "mapping"} for one in (first, second)] == (
+        found
+    )
+
+
 def test_stat_of_a_run_without_a_checkpoint_shows_its_policy(
     address: str, run: store.Run
 ) -> None:

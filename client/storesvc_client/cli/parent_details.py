@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         Tag,
         Usage,
     )
+    from storesvc_client._restore.migrations import Migration
 
 _OnDamage: TypeAlias = "Callable[[DataLossError], object]"
 
@@ -313,6 +314,8 @@ class RunDetails:
     tags: "tuple[Tag, ...]"
     holds: "tuple[HoldInfo, ...]"
     """Holds that have not expired."""
+    migrations: "tuple[Migration, ...]"
+    """In the order in which restores apply them."""
 
 
 def print_run(run: "Run", *, as_json: bool) -> None:
@@ -333,6 +336,7 @@ def print_run(run: "Run", *, as_json: bool) -> None:
         ),
         tags=tuple(run.tags.list(on_damage=damaged.append)) if has_some else (),
         holds=tuple(hold for hold in holds if hold.expire_time > now),
+        migrations=tuple(run.migrations.list()),
     )
     if as_json:
         used = json_value(usage)
@@ -343,6 +347,10 @@ def print_run(run: "Run", *, as_json: bool) -> None:
             "first_step": details.summary.first_step,
             "pinned_count": details.summary.pinned_count,
             "retention": format_policy(details.policy) if details.policy else None,
+            "migrations": [
+                {"digest": each.digest, "name": each.name}
+                for each in details.migrations
+            ],
             "tags": json_value(details.tags),
             "holds": json_value(details.holds),
             "metrics": json_value(details.summary.metrics),
@@ -433,6 +441,9 @@ def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
         ),
         "labels": pairs_text(info.labels),
         "retention": policy,
+        "migrations": _list_pairs(
+            (each.digest[:12], printable(each.name)) for each in details.migrations
+        ),
         "purge delay": "the server's" if delay is None else duration_text(delay),
         "logical": size_text(usage.logical_bytes),
         "stored": size_text(usage.stored_bytes),

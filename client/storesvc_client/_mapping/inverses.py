@@ -11,7 +11,8 @@ same for every tree.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -29,7 +30,6 @@ from storesvc_client._mapping.rules import (
     check_rules,
     follow,
 )
-from storesvc_client._mapping.templates import Placeholder, Template
 from storesvc_client.errors import InvalidRequestError, MismatchError
 
 
@@ -124,19 +124,8 @@ def _invert_rule(rule: Rule, steps: Sequence[Streams]) -> dict[str, Any]:
         for operation, before in zip(rule.operations, steps, strict=False)
         for inverse in _INVERSES[operation.name](operation.arguments, before)
     ]
-    targets = [
-        Template(
-            tuple(
-                Placeholder(part.name, known[part.name])
-                if isinstance(part, Placeholder)
-                else part
-                for part in each.parts
-            )
-        )
-        for each in rule.targets
-    ]
     return {
-        "from": [str(each) for each in targets],
+        "from": [str(each.with_kinds(known)) for each in rule.targets],
         "to": [str(each) for each in rule.sources],
         "operations": operations[::-1],
     }
@@ -146,18 +135,24 @@ def _drop_targets(rule: Rule) -> dict[str, Any]:
     return {"from": [str(each) for each in rule.targets], "drop": True}
 
 
-def _agree(streams: Streams, find: Callable[[Expression], Any], what: str) -> Any:
-    """Returns what all arrays have in common.
+def _agree(values: Iterable[Any], what: str) -> Any:
+    """Returns the value that all arrays have in common.
 
     Raises:
-        ValueError: They differ.
+        ValueError: They differ, or depend on the tree.
     """
-    values = {find(each) for arrays in streams.values() for each in arrays}
-    if len(values) != 1:
+    found = {*values}
+    if not found:
+        raise ValueError(f"the {what} of its arrays are known with a tree only")
+    if len(found) > 1:
         raise ValueError(
             f"it takes arrays of several {what}; write a rule for each of them"
         )
-    return values.pop()
+    return found.pop()
+
+
+def _list_arrays(streams: Streams) -> Iterator[Expression]:
+    return chain.from_iterable(streams.values())
 
 
 Inverse: TypeAlias = Callable[[Mapping[str, Any], Streams], Iterator[dict[str, Any]]]
@@ -168,11 +163,12 @@ def _transpose(given: Mapping[str, Any], _: Streams) -> Iterator[dict[str, Any]]
 
 
 def _reshape(_: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
-    yield {"reshape": list(_agree(before, lambda each: each.shape, "shapes"))}
+    shapes = (each.shape for each in _list_arrays(before))
+    yield {"reshape": list(_agree(shapes, "shapes"))}
 
 
 def _cast(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
-    dtype = _agree(before, lambda each: each.dtype, "dtypes")
+    dtype = _agree((each.dtype for each in _list_arrays(before)), "dtypes")
     # NumPy takes casts between the small dtypes for safe
     is_wide = given[""] in ("float32", "float64")
     if not (is_wide and np.can_cast(DTYPES[dtype], DTYPES[given[""]], "safe")):
@@ -182,7 +178,7 @@ def _cast(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]
 
 def _slice(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
     axis = given["axis"]
-    size = _agree(before, lambda each: each.shape[axis], "sizes")
+    size = _agree((each.shape[axis] for each in _list_arrays(before)), "sizes")
     if (given["start"], given["stop"]) != (0, size):
         raise ValueError("slice leaves out elements")
     yield from ()
@@ -190,23 +186,19 @@ def _slice(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]
 
 def _pad(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
     axis = given["axis"]
-    size = _agree(before, lambda each: each.shape[axis], "sizes")
+    size = _agree((each.shape[axis] for each in _list_arrays(before)), "sizes")
     yield {"slice": {"axis": axis, "start": 0, "stop": size}}
 
 
 def _concatenate(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
     axis = given["axis"]
-    sizes = {tuple(each.shape[axis] for each in arrays) for arrays in before.values()}
-    if len(sizes) != 1:
-        raise ValueError("it takes arrays of several sizes; write a rule for each")
-    yield {"split": {"axis": axis, "sizes": list(*sizes)}}
+    sizes = (tuple(x.shape[axis] for x in arrays) for arrays in before.values())
+    yield {"split": {"axis": axis, "sizes": list(_agree(sizes, "sizes"))}}
 
 
 def _interleave(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
-    counts = {len(arrays) for arrays in before.values()}
-    if len(counts) != 1:
-        raise ValueError("the number of its parts is known with a tree only")
-    yield {"deinterleave": {**given, "parts": counts.pop()}}
+    parts = _agree(map(len, before.values()), "numbers")
+    yield {"deinterleave": {**given, "parts": parts}}
 
 
 def _repeat(given: Mapping[str, Any], _: Streams) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,8 @@ one error.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final, TypeAlias
@@ -100,11 +101,8 @@ class MappedTree:
     @property
     def name(self) -> str:
         """Names of the rules, in their order."""
-        return (
-            f"{self.before.name}, {self.rules.name}"
-            if self.before
-            else (self.rules.name)
-        )
+        before = "" if self.before is None else f"{self.before.name}, "
+        return before + self.rules.name
 
     @property
     def digest(self) -> str:
@@ -413,43 +411,21 @@ def _operate(operation: Operation, streams: Streams) -> Streams:
         ValueError: It does not fit; the message says why.
     """
     given = operation.arguments
-    match operation.name:
-        case "stack":
-            return _stack(streams, given["by"], given["axis"])
-        case "unstack":
-            return _unstack(streams, given["by"], given["axis"])
-        case name if name in _JOINS:
-            return {
-                binding: (_name_leaf(binding, _JOINS[name], each, **given),)
-                for binding, each in streams.items()
-            }
-        case "interleave":
-            return {
-                binding: (_name_leaf(binding, _interleave, each, given["axis"]),)
-                for binding, each in streams.items()
-            }
-        case "split" | "deinterleave":
-            divide = _split if operation.name == "split" else _deinterleave
-            return {
-                binding: tuple(_name_leaf(binding, divide, each[0], **given))
-                for binding, each in streams.items()
-            }
-        case name:
-            change = _CHANGES[name]
-            return {
-                binding: tuple(
-                    _name_leaf(binding, change, array, given) for array in each
-                )
-                for binding, each in streams.items()
-            }
+    if operation.name in ("stack", "unstack"):
+        regroup = _stack if operation.name == "stack" else _unstack
+        return regroup(streams, given["by"], given["axis"])
+    found: Streams = {}
+    for binding, arrays in streams.items():
+        with _name_leaf(binding):
+            found[binding] = (*_OPERATIONS[operation.name](arrays, given),)
+    return found
 
 
-def _name_leaf(
-    binding: Binding, make: Callable[..., Any], *given: Any, **more: Any
-) -> Any:
-    """Returns what a function makes; its error names the values of placeholders."""
+@contextmanager
+def _name_leaf(binding: Binding) -> Generator[None]:
+    """Adds the values of placeholders to an error."""
     try:
-        return make(*given, **more)
+        yield
     except ValueError as e:
         where = ", ".join(f"{name} = {value}" for name, value in binding)
         raise ValueError(f"{where}: {e}" if where else str(e)) from e
@@ -471,16 +447,16 @@ def _stack(streams: Streams, by: str, axis: int) -> Streams:
                 f"once, got no {by} = {absent}"
             )
         lists = zip(*(parts[n] for n in range(len(parts))), strict=True)
-        found[binding] = tuple(
-            _name_leaf(binding, Join.stack, each, axis) for each in lists
-        )
+        with _name_leaf(binding):
+            found[binding] = tuple(Join.stack(each, axis) for each in lists)
     return found
 
 
 def _unstack(streams: Streams, by: str, axis: int) -> Streams:
     found: Streams = {}
     for binding, arrays in streams.items():
-        at = [_name_leaf(binding, check_axis, "unstack", each, axis) for each in arrays]
+        with _name_leaf(binding):
+            at = [check_axis("unstack", each, axis) for each in arrays]
         counts = {each.shape[a] for each, a in zip(arrays, at, strict=True)}
         if len(counts) > 1 or len(found) + max(counts) > MAX_TARGET_LEAVES:
             raise ValueError(
@@ -549,21 +525,27 @@ def _permute_heads(inner: Expression, given: Mapping[str, Any]) -> Expression:
     return Reshape.make(Transpose.make(Reshape.make(inner, divided), axes), inner.shape)
 
 
-_CHANGES: Final[Mapping[str, Callable[[Expression, Mapping[str, Any]], Expression]]] = {
-    "transpose": lambda inner, given: Transpose.make(inner, given[""]),
-    "reshape": lambda inner, given: Reshape.make(inner, given[""]),
-    "cast": lambda inner, given: Cast.make(inner, given[""]),
-    "slice": lambda inner, given: Slice.make(inner, **given),
-    "pad": lambda inner, given: Join.pad(inner, **given),
-    "repeat": lambda inner, given: Repeat.make(inner, **given),
-    "permute_heads": _permute_heads,
+_OPERATIONS: Final[
+    Mapping[
+        str, Callable[[Sequence[Expression], Mapping[str, Any]], Iterable[Expression]]
+    ]
+] = {
+    # each array by itself
+    "transpose": lambda arrays, given: [Transpose.make(x, given[""]) for x in arrays],
+    "reshape": lambda arrays, given: [Reshape.make(x, given[""]) for x in arrays],
+    "cast": lambda arrays, given: [Cast.make(x, given[""]) for x in arrays],
+    "slice": lambda arrays, given: [Slice.make(x, **given) for x in arrays],
+    "pad": lambda arrays, given: [Join.pad(x, **given) for x in arrays],
+    "repeat": lambda arrays, given: [Repeat.make(x, **given) for x in arrays],
+    "permute_heads": lambda arrays, given: [_permute_heads(x, given) for x in arrays],
+    # several of one
+    "split": lambda arrays, given: _split(arrays[0], **given),
+    "deinterleave": lambda arrays, given: _deinterleave(arrays[0], **given),
+    # one of several
+    "concatenate": lambda arrays, given: [Join.make(arrays, **given)],
+    "interleave": lambda arrays, given: [_interleave(arrays, **given)],
+    "lora_merge": lambda arrays, given: [LoraMerge.make(arrays, **given)],
+    "dequantize": lambda arrays, given: [Dequantize.make(arrays, **given)],
+    "dequantize_mxfp4": lambda arrays, given: [DequantizeMxfp4.make(arrays, **given)],
 }
-"""Operations that change each array by itself."""
-
-_JOINS: Final[Mapping[str, Callable[..., Expression]]] = {
-    "concatenate": Join.make,
-    "lora_merge": LoraMerge.make,
-    "dequantize": Dequantize.make,
-    "dequantize_mxfp4": DequantizeMxfp4.make,
-}
-"""Operations that make one array of several."""
+"""Makes the arrays of a stream after an operation."""

@@ -132,6 +132,14 @@ class Template:
         """Kind of each placeholder, by name."""
         return {each.name: each.kind for each in self.placeholders}
 
+    def with_kinds(self, kinds: Mapping[str, str]) -> "Template":
+        """Returns it with placeholders of other kinds."""
+        parts = (
+            part if isinstance(part, str) else Placeholder(part.name, kinds[part.name])
+            for part in self.parts
+        )
+        return Template(tuple(parts))
+
     def check_source(self) -> None:
         """Checks that a key matches in at most one way.
 

@@ -64,18 +64,28 @@ def test_items_are_files(
 def test_a_directory_replaces_items(
     opened: store.OpenCheckpoint, folder: Path, tmp_path: Path
 ) -> None:
-    target = f"safetensors:{tmp_path}/x"
-
-    with pytest.raises(store.PreconditionError, match="got config, generation-config"):
-        opened.export(target, config=folder)
-    assert not (tmp_path / "x").exists()
-    report = opened.export(target, config=folder, drop_items=True)
+    report = opened.export(f"safetensors:{tmp_path}/x", config=folder)
 
     found = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
     copied = {"config.json", "tokenizer.json", "tokenizer.model", "vocab.txt"}
     assert {*copied, "model.safetensors"} == found.keys() == set(report.files)
     assert all((folder / name).read_bytes() == found[name] for name in copied)
-    assert set(ITEMS) == set(report.dropped_items)
+    assert sorted(ITEMS) == [*report.dropped_items]
+
+
+def test_a_directory_does_not_replace_what_is_no_file(
+    saved: Save, folder: Path, tmp_path: Path
+) -> None:
+    items = {"config": {"x": 1}, "data": store.PerProcess(1)}
+    opened = saved("memory://", TREE, items=items)
+    target = f"safetensors:{tmp_path}/x"
+
+    with pytest.raises(store.PreconditionError, match="got data, which"):
+        opened.export(target, config=folder)
+    assert not (tmp_path / "x").exists()
+    report = opened.export(target, config=folder, drop_items=True)
+
+    assert ("config", "data") == report.dropped_items
 
 
 @pytest.mark.parametrize("text", ['"config.json"!', '"config.json'])
@@ -87,7 +97,7 @@ def test_a_file_that_differs_is_not_replaced(
     (target / "config.json").write_text(text)
 
     with pytest.raises(store.PreconditionError, match=r"config\.json exists, and diff"):
-        opened.export(f"safetensors:{target}", config=folder, drop_items=True)
+        opened.export(f"safetensors:{target}", config=folder)
 
     assert ["config.json"] == [path.name for path in target.iterdir()]
     assert text == (target / "config.json").read_text()
@@ -97,11 +107,11 @@ def test_an_export_goes_on_with_the_files_that_it_wrote(
     opened: store.OpenCheckpoint, folder: Path, tmp_path: Path
 ) -> None:
     target = f"safetensors:{tmp_path}/x"
-    opened.export(target, config=folder, drop_items=True)
+    opened.export(target, config=folder)
     (tmp_path / "x" / "model.safetensors").unlink()
     changed = (tmp_path / "x" / "tokenizer.json").stat().st_mtime_ns
 
-    opened.export(target, config=folder, drop_items=True)
+    opened.export(target, config=folder)
 
     assert (tmp_path / "x" / "model.safetensors").exists()
     assert changed == (tmp_path / "x" / "tokenizer.json").stat().st_mtime_ns
@@ -138,9 +148,11 @@ def test_a_directory_that_is_of_no_use_is_rejected(
 def test_storectl_copies_the_files_of_a_directory(folder: Path, tmp_path: Path) -> None:
     root = (tmp_path / "store").as_uri()
     with store.connect(root) as client:
-        client.run("prod/x").save(1, TREE).result()
+        client.run("prod/x").save(1, TREE, items={"config": {"x": 1}}).result()
     line = ("export", "prod/x@1", f"safetensors:{tmp_path}/x", "--config")
 
-    assert "1 leaf" in printed(root, *line, str(folder))
+    text = printed(root, *line, str(folder))
+    assert "1 leaf" in text
+    assert "without the items config" in text
     assert (tmp_path / "x" / "tokenizer.json").exists()
     assert 2 == invoke("--store", root, *line, str(tmp_path / "absent")).exit_code

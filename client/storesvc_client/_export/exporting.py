@@ -50,7 +50,7 @@ class ExportReport:
     """Bytes of the data files that the store's bucket copied itself, without a transfer
     to this process and back."""
     dropped_items: tuple[str, ...]
-    """Items that the format cannot hold, and that ``drop_items=True`` left out."""
+    """Items that ``drop_items=True`` left out, or that ``config=`` replaced."""
     seconds: float
     """Duration."""
 
@@ -144,21 +144,19 @@ def _write(call: ExportCall, kind: str) -> Written:
 
     source, config = call.source, call.options.config
     has_folder = kind != "npz" and not is_file_target(call.where)
-    written = {}
-    if has_folder and config is None:
-        written = read_items(source, call.meter)
-    files = [*written.values()]
+    written = read_items(source, call.meter) if has_folder else {}
+    files, replaced = [*written.values()], tuple[str, ...]()
     if config is not None:
         place = f"export of {source.name}: config="
         if not has_folder:
             raise InvalidRequestError(
                 f"{place}: expected a folder as the target, got the file {call.where}"
             )
-        files = read_folder(config, place)
+        files, replaced = read_folder(config, place), tuple(written)
     drop_items = call.options.drop_items
     dropped = _find_dropped(source, kind, written, drop_items=drop_items)
     found = write_npz(call) if kind == "npz" else write_safetensors(call, files)
-    return replace(found, dropped_items=dropped)
+    return replace(found, dropped_items=tuple(sorted((*dropped, *replaced))))
 
 
 def _find_dropped(

@@ -26,8 +26,9 @@ from keras.callbacks import Callback
 
 from storesvc.format.keys import split_key
 from storesvc.format.names import Which
-from storesvc_client._api.run import Run
-from storesvc_client._values.options import ALL_PROCESSES
+from storesvc_client._api.run import Run, get_parts
+from storesvc_client._restore.open_tree import OpenTree
+from storesvc_client._values.options import ALL_PROCESSES, DEFAULT_DEADLINE
 from storesvc_client.errors import InvalidRequestError, MismatchError, without_advice
 
 __all__ = ["StoreCheckpoint", "restore_into"]
@@ -183,7 +184,8 @@ def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
     """Restores a checkpoint into a model, and returns the number of complete epochs; of
     an imported ``OrbaxCheckpoint``, which does not state it, 0.
 
-    Each variable keeps its dtype and its placement. A compiled model gets the variables
+    Migrations of the run apply, see ``run.migrations``. Each variable keeps its dtype
+    and its placement. A compiled model gets the variables
     of its optimizer, too; another one only its own.
 
     >>> model.fit(x, y, epochs=10, initial_epoch=restore_into(run, model))
@@ -209,7 +211,14 @@ def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     parts = _parts(model)
-    opened = run.open(which, distributed=ALL_PROCESSES)
+    opening = get_parts(run).opening(
+        which,
+        distributed=ALL_PROCESSES,
+        deadline=DEFAULT_DEADLINE,
+        on_damage="raise",
+    )
+    reader = opening.read(migrates=True)
+    opened = OpenTree(reader.map_or_migrate(None))
     keys = [split_key(key) for key in opened.leaves]
     is_own = any(key[:1] == (part,) for key in keys for part in (*_PARTS, _OPTIMIZER))
     is_imported = not is_own and any(key[:1] == (_IMPORTED,) for key in keys)
@@ -242,7 +251,7 @@ def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
         for path, variable in variables.items():
             place = stored[part][path].split("/")
             variable.assign(reduce(getitem, place, restored[part]))
-    epoch = opened.info.labels.get(EPOCH_LABEL)
+    epoch = reader.info.labels.get(EPOCH_LABEL)
     if epoch is None:
         _logger.warning(
             "%s: the checkpoint does not state the number of complete epochs, as one "

@@ -20,13 +20,13 @@ BATCHES = 5
 """Batches of an epoch."""
 
 
-def built(width: int = 8) -> Any:
+def built(width: int = 8, hidden: str = "hidden") -> Any:
     """Returns a new model with random streams and statistics, as in a new process."""
     keras.utils.clear_session()  # Keras numbers random streams in each process
     keras.utils.set_random_seed(3)
     layers = [
         keras.Input((4,)),
-        keras.layers.Dense(width, name="hidden"),
+        keras.layers.Dense(width, name=hidden),
         keras.layers.BatchNormalization(name="norm"),
         keras.layers.Dropout(0.2, name="dropout", seed=1),
         keras.layers.Dense(1, name="out"),
@@ -34,9 +34,9 @@ def built(width: int = 8) -> Any:
     return keras.Sequential(layers, name="net")
 
 
-def compiled(width: int = 8) -> Any:
+def compiled(width: int = 8, hidden: str = "hidden") -> Any:
     """Returns a new model with an optimizer."""
-    model = built(width)
+    model = built(width, hidden)
     model.compile(optimizer=keras.optimizers.Adam(0.01, name="adam"), loss="mse")
     return model
 
@@ -97,6 +97,25 @@ def test_every_variable_comes_back_bit_for_bit(run: store.Run) -> None:
     assert "trainable_variables/net/hidden/kernel" in keys
     assert "optimizer_variables/adam/iteration" in keys
     assert any("seed_generator_state" in key for key in keys)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_migrated(run: store.Run) -> None:
+    old = compiled(hidden="inner")
+    fitted(old, StoreCheckpoint(run), epochs=1)
+    rules = [
+        {"from": f"{{above*}}{old}{{name}}", "to": f"{{above*}}{new}{{name}}"}
+        for old, new in (("/inner/", "/hidden/"), ("/net_inner_", "/net_hidden_"))
+    ]
+    with pytest.raises(store.MismatchError, match="net/hidden/kernel"):
+        restore_into(run, compiled())
+    run.migrations.add({"version": 1, "otherwise": "keep", "rules": rules})
+
+    model = compiled()
+
+    assert 1 == restore_into(run, model)
+    migrated = {key.replace("inner", "hidden"): v for key, v in values(old).items()}
+    assert migrated == values(model)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from flax import nnx
 
 import storesvc_client as store
 from storesvc_client.easydel import restore_state, save_state
+from storesvc_client.orbax import CheckpointManager
 from storesvc_client.trees.easydel import EasyDeLState
 from tests.support.old_server import old_server
 
@@ -249,8 +250,18 @@ def test_a_loop_resumes_what_it_saved_and_what_was_saved_before(run: store.Run) 
                 loop.after(step, state)
         assert loop.restored is not None
         assert loop.restored.report is not None
-        mapped = "mapping" if start == 2 else ""
+        mapped, stored = ("mapping", "params") if start == 2 else ("", "model")
         assert mapped == loop.restored.report.mapping
+        assert [f"{stored}/w", "step"] == [*loop.restored.leaves]
+        assert {stored, "step"} == loop.restored.restore().keys()
+
+
+def test_the_managers_of_orbax_restore_what_is_stored(run: store.Run) -> None:
+    run.save(1, old_state()).result()
+    run.migrations.add(RENAMED)
+
+    with CheckpointManager(run) as manager:
+        same(old_state(), manager.restore(1))
 
 
 def test_a_report_names_the_rules(run: store.Run, tmp_path: Path) -> None:

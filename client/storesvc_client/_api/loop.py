@@ -243,8 +243,8 @@ class Loop:
         """True once SIGTERM was received and the state was saved; ``steps`` then ends.
         A loop that does not use ``steps`` ends when it sees this."""
         self.restored: OpenCheckpoint | None = None
-        """The checkpoint that ``restore_or`` restored, with its report; None if there
-        was none."""
+        """The checkpoint that ``restore_or`` restored, as it is stored, with the report
+        of that; None if there was none."""
         self._decisions: Decisions | None = None
         self._termination: Termination = NoTermination()
         self._agrees: Callable[[], bool] | None = None

@@ -268,6 +268,7 @@ class Opening:
             if put is not None:
                 put(state)
             give()
+            reader.migrations = ()  # an open checkpoint is as it is stored
             return OpenCheckpoint(reader), state
 
         self._migrates = request is None or request.mapping is None

@@ -99,7 +99,8 @@ class CheckpointReader(TreeReader):
     ) -> None:
         self.info = info
         """The checkpoint as the catalog had it when it was read."""
-        self._migrations = migrations
+        self.migrations = migrations
+        """Migrations that its restores apply; () if none were read."""
         super().__init__(manifest.tree, allocate=session.blocks.take, job=job)
         self._held_by = held_by
         self._spread = spread
@@ -126,7 +127,7 @@ class CheckpointReader(TreeReader):
         that the migrations of the run make, if they were read."""
         if mapping is not None:
             return self.map(mapping)
-        return migrate(self, self._migrations, place=str(self._name.run))
+        return migrate(self, self.migrations, place=str(self._name.run))
 
     def restore(self, request: RestoreRequest, deadline: DurationLike) -> Any:
         with join_restore(self.job, str(self._name.run)) as joint:

@@ -236,7 +236,8 @@ def test_they_are_64_at_most(run: store.Run) -> None:
 
 def test_a_loop_resumes_what_it_saved_and_what_was_saved_before(run: store.Run) -> None:
     run.save(1, old_state()).result()
-    run.migrations.add(RENAMED)
+    added = run.migrations.add(RENAMED)
+    name = f"migration mapping ({added.digest[:12]})"
     init = {"model": {"w": jnp.zeros((2, 3))}, "step": jnp.int32(0)}
 
     for start in 2, 4:
@@ -250,10 +251,28 @@ def test_a_loop_resumes_what_it_saved_and_what_was_saved_before(run: store.Run) 
                 loop.after(step, state)
         assert loop.restored is not None
         assert loop.restored.report is not None
-        mapped, stored = ("mapping", "params") if start == 2 else ("", "model")
+        mapped, stored = (name, "params") if start == 2 else ("", "model")
         assert mapped == loop.restored.report.mapping
         assert [f"{stored}/w", "step"] == [*loop.restored.leaves]
         assert {stored, "step"} == loop.restored.restore().keys()
+
+
+def test_code_that_was_rolled_back_learns_which_migration_it_lacks(
+    run: store.Run,
+) -> None:
+    run.save(1, old_state()).result()
+    added = run.migrations.add(NEW_FIELD)
+    known = (
+        rf"prod/model@1 mapped by migration mapping \({added.digest[:12]}\) does not"
+    )
+
+    with run.loop(every=store.Steps(1)) as loop:
+        with pytest.raises(store.MismatchError, match=rf"{known}.*params/scale"):
+            loop.restore_or(old_state())
+        run.migrations.remove(added.digest[:12])
+        state, _ = loop.restore_or(old_state())
+
+    same(old_state(), state)
 
 
 def test_the_managers_of_orbax_restore_what_is_stored(run: store.Run) -> None:

@@ -101,5 +101,7 @@ def migrate(reader: TreeReader, packed: Iterable[bytes], *, place: str) -> TreeR
     for data in packed:
         migration = Migration.unpack(data, place=place)
         if digest_tree(reader.tree) == migration.source:
-            reader = reader.map(check_rules(migration.rules, name=migration.name))
+            # as reports and errors show it; ``remove`` takes these characters
+            name = f"migration {migration.name} ({migration.digest[:12]})"
+            reader = reader.map(check_rules(migration.rules, name=name))
     return reader

@@ -73,6 +73,7 @@ from storesvc_client._values.options import (
     SaveOptions,
     SaveRequest,
     SnapshotMode,
+    collect_arguments,
 )
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.triggers import RAISE, OnFailure, Trigger
@@ -254,19 +255,7 @@ class Run:
             StoreError: The save before failed, and its error was not raised yet; an
                 error of another process of the job is only logged.
         """
-        request = SaveRequest(
-            step=step,
-            tree=tree,
-            metrics=metrics,
-            labels=labels,
-            items=items,
-            document=document,
-            base=base,
-            snapshot=snapshot,
-            if_busy=if_busy,
-            distributed=distributed,
-            progress=progress,
-        )
+        request = collect_arguments(SaveRequest, locals())
         return Save(self._parts.begin(request))
 
     def wait(self) -> None:
@@ -364,17 +353,7 @@ class Run:
             PeerFailedError: Other processes of the job failed, or exceeded the
                 deadline; names them and the cause.
         """
-        request = RestoreRequest(
-            like=like,
-            mesh=mesh,
-            rules=rules,
-            select=select,
-            cast=cast,
-            missing=missing,
-            indivisible=indivisible,
-            mapping=mapping,
-            progress=progress,
-        )
+        request = collect_arguments(RestoreRequest, locals())
         opening = self._opening(
             which, distributed=distributed, deadline=deadline, on_damage=on_damage
         )
@@ -450,20 +429,16 @@ class Run:
         Raises:
             StoreError: As for ``OpenCheckpoint.export``.
         """
-        opened = self.open(which, distributed=THIS_PROCESS)
-        return opened.export(
-            url,
-            select=select,
-            cast=cast,
-            mapping=mapping,
-            layout=layout,
-            item=item,
-            max_shard_bytes=max_shard_bytes,
-            config=config,
-            drop_items=drop_items,
-            storage_options=storage_options,
-            progress=progress,
+        from storesvc_client._export.elements import ExportRequest
+
+        request = collect_arguments(ExportRequest, locals())
+        opening = self._opening(
+            which,
+            distributed=THIS_PROCESS,
+            deadline=DEFAULT_DEADLINE,
+            on_damage="raise",
         )
+        return opening.read(migrates=False).export(url, request)
 
     def loop(
         self,

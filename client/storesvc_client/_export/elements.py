@@ -34,9 +34,11 @@ from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._chunks.memory import cut_batches
 from storesvc_client._export.target import Target, open_target
 from storesvc_client._items.values import Container
-from storesvc_client._telemetry.progress import Meter
+from storesvc_client._telemetry.progress import Meter, ProgressCallback
+from storesvc_client._values.key_patterns import Patterns
 from storesvc_client._values.messages import UNKNOWN
 from storesvc_client._values.models import KINDS, Checkpoint
+from storesvc_client._values.options import MappingRules
 from storesvc_client.errors import InvalidRequestError, PreconditionError
 
 if TYPE_CHECKING:
@@ -142,16 +144,19 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """Arguments of an export, as ``OpenCheckpoint.export`` describes them."""
+class ExportRequest:
+    """Arguments of an export; see ``OpenCheckpoint.export``."""
 
+    select: Patterns | None = None
     cast: "DTypeLike | None" = None
+    mapping: MappingRules | None = None
     layout: OrbaxLayout | None = None
     item: str | None = None
     max_shard_bytes: int | None = None
     config: str | Path | None = None
     drop_items: bool = False
     storage_options: Mapping[str, Any] | None = None
+    progress: ProgressCallback | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -163,13 +168,13 @@ class ExportCall:
     """URL or path of the target, without the name of the format."""
     cast: str | None
     """Name of the dtype that floating-point arrays are cast to; None for no cast."""
-    options: ExportOptions
+    request: ExportRequest
     meter: Meter
     """Gets the progress."""
 
     def open(self, url: str) -> Target:
         """Returns a target."""
-        return open_target(url, self.options.storage_options)
+        return open_target(url, self.request.storage_options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Final
 from storesvc.format.keys import parse_item_key
 from storesvc_client._export.elements import (
     ExportCall,
-    ExportOptions,
+    ExportRequest,
     OrbaxLayout,
     Source,
     Written,
@@ -56,7 +56,7 @@ class ExportReport:
 
 
 def export_checkpoint(
-    source: Source, url: str | Path, options: ExportOptions, meter: Meter
+    source: Source, url: str | Path, request: ExportRequest, meter: Meter
 ) -> ExportReport:
     """Exports the selected leaves of a checkpoint.
 
@@ -68,12 +68,12 @@ def export_checkpoint(
         StoreError: The checkpoint could not be read, or the target not be written.
     """
     kind, where = parse_target(url)
-    _check_options(f"export of {source.name}", kind, options)
+    _check_options(f"export of {source.name}", kind, request)
     call = ExportCall(
         source=source,
         where=where,
-        cast=checked_cast(f"export of {source.name}: cast=", options.cast),
-        options=options,
+        cast=checked_cast(f"export of {source.name}: cast=", request.cast),
+        request=request,
         meter=meter,
     )
     written = _write(call, kind)
@@ -105,22 +105,22 @@ def parse_target(url: object) -> tuple[str, str]:
     return kind, where
 
 
-def _check_options(place: str, kind: str, options: ExportOptions) -> None:
+def _check_options(place: str, kind: str, request: ExportRequest) -> None:
     """Rejects options that the format has no use for."""
-    checked_flag(f"{place}: drop_items=", options.drop_items)
-    if options.layout is not None:
-        checked_choice(f"{place}: layout=", options.layout, OrbaxLayout)
-    shard = options.max_shard_bytes
+    checked_flag(f"{place}: drop_items=", request.drop_items)
+    if request.layout is not None:
+        checked_choice(f"{place}: layout=", request.layout, OrbaxLayout)
+    shard = request.max_shard_bytes
     if shard is not None and (type(shard) is not int or shard < 1):
         raise InvalidRequestError(
             f"{place}: max_shard_bytes=: expected a whole number of bytes, at least 1, "
             f"got {shown(shard)}"
         )
     for name, value, kinds in (
-        ("layout", options.layout, ("orbax",)),
-        ("item", options.item, ("orbax",)),
+        ("layout", request.layout, ("orbax",)),
+        ("item", request.item, ("orbax",)),
         ("max_shard_bytes", shard, ("safetensors",)),
-        ("config", options.config, ("safetensors",)),
+        ("config", request.config, ("safetensors",)),
     ):
         if value is not None and kind not in kinds:
             raise InvalidRequestError(
@@ -142,7 +142,7 @@ def _write(call: ExportCall, kind: str) -> Written:
         write_safetensors,
     )
 
-    source, config = call.source, call.options.config
+    source, config = call.source, call.request.config
     has_folder = kind != "npz" and not is_file_target(call.where)
     written = read_items(source, call.meter) if has_folder else {}
     files, replaced = [*written.values()], tuple[str, ...]()
@@ -153,7 +153,7 @@ def _write(call: ExportCall, kind: str) -> Written:
                 f"{place}: expected a folder as the target, got the file {call.where}"
             )
         files, replaced = read_folder(config, place), tuple(written)
-    drop_items = call.options.drop_items
+    drop_items = call.request.drop_items
     dropped = _find_dropped(source, kind, written, drop_items=drop_items)
     found = write_npz(call) if kind == "npz" else write_safetensors(call, files)
     return replace(found, dropped_items=tuple(sorted((*dropped, *replaced))))

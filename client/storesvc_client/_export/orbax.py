@@ -357,10 +357,10 @@ _ITEM: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 def write_orbax(call: ExportCall) -> Written:
     """Writes the selected leaves, the items and the metrics; the target of the call is
     the root, which may hold other steps."""
-    source, meter, layout = call.source, call.meter, call.options.layout or "v0"
+    source, meter, layout = call.source, call.meter, call.request.layout or "v0"
     leaves = plan_leaves(source, cast=call.cast)
-    rows, dropped = _find_json_rows(source, drop_items=call.options.drop_items)
-    item = call.options.item or TREE_ITEMS[layout]
+    rows, dropped = _find_json_rows(source, drop_items=call.request.drop_items)
+    item = call.request.item or TREE_ITEMS[layout]
     _check_item(source, item, rows)
     texts = {
         leaf.name: _read_value(source, leaf.row, meter)

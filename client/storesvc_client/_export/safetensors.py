@@ -376,7 +376,7 @@ def is_file_target(where: str) -> bool:
 def write_safetensors(call: ExportCall, files: Sequence["ModelFile"]) -> Written:
     """Writes the selected leaves to a folder, or to a file if the target ends in
     ".safetensors"; and other files to the folder."""
-    source, meter, most = call.source, call.meter, call.options.max_shard_bytes
+    source, meter, most = call.source, call.meter, call.request.max_shard_bytes
     tensors = plan_safetensors(source, cast=call.cast)
     folder, single = call.where, ""
     if is_file_target(folder):

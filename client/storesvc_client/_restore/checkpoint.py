@@ -42,7 +42,11 @@ from storesvc_client._values.arguments import (
 )
 from storesvc_client._values.key_patterns import Pattern, Patterns
 from storesvc_client._values.models import IMPORTED, Checkpoint
-from storesvc_client._values.options import MappingRules, RestoreRequest
+from storesvc_client._values.options import (
+    MappingRules,
+    RestoreRequest,
+    collect_arguments,
+)
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -57,7 +61,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._export.elements import OrbaxLayout, Source
+    from storesvc_client._export.elements import ExportRequest, OrbaxLayout, Source
     from storesvc_client._export.exporting import ExportReport
     from storesvc_client._pytree.restore_target import Target
     from storesvc_client._values.options import AnyMapping
@@ -268,6 +272,18 @@ class CheckpointReader(TreeReader):
             mapping_digest=view.mapped.digest if isinstance(view, MappedReader) else "",
         )
 
+    def export(self, url: str | Path, request: "ExportRequest") -> "ExportReport":
+        """Exports as ``OpenCheckpoint.export``."""
+        from storesvc_client._export.exporting import export_checkpoint
+
+        chosen = None
+        if request.select is not None:
+            place = f"export of {self.name}: select="
+            chosen = checked_patterns(place, request.select)
+        with self.hold(), Meter("export", self.name, request.progress) as meter:
+            source = self.make_export_source(chosen, request.mapping)
+            return export_checkpoint(source, url, request, meter)
+
     @contextmanager
     def hold(self) -> Generator[None]:
         """Holds the checkpoint, which keeps it from being purged during a read.
@@ -470,26 +486,9 @@ class OpenCheckpoint(OpenTree):
             DataLossError: Stored bytes are damaged.
             LimitError: The target is full.
         """
-        from storesvc_client._export.elements import ExportOptions
-        from storesvc_client._export.exporting import export_checkpoint
+        from storesvc_client._export.elements import ExportRequest
 
-        place = f"export of {self.name}"
-        chosen = None
-        if select is not None:
-            chosen = checked_patterns(f"{place}: select=", select)
-        options = ExportOptions(
-            cast=cast,
-            layout=layout,
-            item=item,
-            max_shard_bytes=max_shard_bytes,
-            config=config,
-            drop_items=drop_items,
-            storage_options=storage_options,
-        )
-        with self._reader.hold(), Meter("export", self.name, progress) as meter:
-            return export_checkpoint(
-                self._reader.make_export_source(chosen, mapping), url, options, meter
-            )
+        return self._reader.export(url, collect_arguments(ExportRequest, locals()))
 
 
 def _report(

@@ -47,6 +47,7 @@ from storesvc_client._values.options import (
     Like,
     MappingRules,
     RestoreRequest,
+    collect_arguments,
 )
 from storesvc_client._views.notebook import Leaves
 from storesvc_client.errors import NotFoundError
@@ -331,16 +332,7 @@ class OpenTree:
         Raises:
             StoreError: As for ``Run.restore``.
         """
-        request = RestoreRequest(
-            like=like,
-            mesh=mesh,
-            rules=rules,
-            select=select,
-            cast=cast,
-            missing=missing,
-            indivisible=indivisible,
-            progress=progress,
-        )
+        request = collect_arguments(RestoreRequest, locals())
         state: Like = self._reader.restore(request, deadline)
         return state
 

@@ -2,7 +2,7 @@
 from a public function to the code that carries them out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import (
@@ -31,6 +31,7 @@ MappingRules: TypeAlias = str | Path | Mapping[str, Any]
 with storesvc, such as "llama" or "llama-inverse", or a parsed document."""
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from jax.sharding import Mesh, PartitionSpec
     from numpy.typing import DTypeLike
     from typing_extensions import TypeVar as TypeVarWithDefault
@@ -138,6 +139,23 @@ class SaveOptions:
 
 
 DEFAULT_SAVE: Final = SaveOptions()
+
+
+R = TypeVar("R", bound="DataclassInstance")
+
+
+def collect_arguments(kind: type[R], arguments: Mapping[str, Any], **others: Any) -> R:
+    """Returns the arguments of a public function as one request, which other layers
+    pass on; a test compares their names, types and defaults with its fields.
+
+    Args:
+        kind: Class of the request.
+        arguments: ``locals()`` of the function; what is no field does not count.
+        others: Values of fields that are no arguments, or have other values.
+    """
+    names = [each.name for each in fields(kind)]
+    given = {name: arguments[name] for name in names if name in arguments}
+    return kind(**{**given, **others})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from storesvc_client._values.options import (
     Missing,
     OnMismatch,
     OptState,
+    collect_arguments,
 )
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.blueprints import (
@@ -636,19 +637,7 @@ def restore_state(
             f"{state_class!r}"
         )
     reader, step = open_checkpoint(run, which, model, distributed, deadline, mapping)
-    wanted = Options(
-        mesh=mesh,
-        rules=rules,
-        indivisible=indivisible,
-        cast=cast,
-        select=select,
-        missing=missing,
-        on_mismatch=on_mismatch,
-        opt_state=opt_state,
-        step=step,
-        deadline=deadline,
-        progress=progress,
-    )
+    wanted = collect_arguments(Options, locals(), step=step)
     request = Request(model=model, tx=tx, state_class=state_class, options=wanted)
     return rebuild_state(reader, request)
 

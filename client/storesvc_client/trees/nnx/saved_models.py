@@ -49,6 +49,7 @@ from storesvc_client._values.options import (
     RestoreRequest,
     SaveRequest,
     SnapshotMode,
+    collect_arguments,
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_client.trees.nnx.blueprints import abstract_opt_state, init_opt_state
@@ -148,18 +149,12 @@ def save_state(
     added = {name: getattr(state, name) for name in added_fields(state)}
     recipe = Recipe.from_graph(*model, state.opt_state, added)
     rehearser = _rehearser(run, state, rehearse, is_state=True)
-    request = SaveRequest(
+    request = collect_arguments(
+        SaveRequest,
+        locals(),
         step=_find_step(run, state.step),
         tree=state,
-        metrics=metrics,
-        labels=labels,
-        items=items,
         document=recipe.pack(),
-        base=base,
-        snapshot=snapshot,
-        if_busy=if_busy,
-        distributed=distributed,
-        progress=progress,
     )
     return _begin_save(run, request, rehearser)
 
@@ -210,18 +205,8 @@ def save_model(
     rehearser = _rehearser(run, parts, rehearse, is_state=False)
     recipe = Recipe.from_graph(graphdef, graphstate, graphother)
     tree = {"graphstate": graphstate, "graphother": graphother}
-    request = SaveRequest(
-        step=step,
-        tree=tree,
-        metrics=metrics,
-        labels=labels,
-        items=items,
-        document=recipe.pack(),
-        base=base,
-        snapshot=snapshot,
-        if_busy=if_busy,
-        distributed=distributed,
-        progress=progress,
+    request = collect_arguments(
+        SaveRequest, locals(), tree=tree, document=recipe.pack()
     )
     return _begin_save(run, request, rehearser)
 
@@ -293,18 +278,7 @@ def restore_model(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
     reader, _ = open_checkpoint(run, which, model, distributed, deadline)
-    wanted = Options(
-        mesh=mesh,
-        rules=rules,
-        indivisible=indivisible,
-        cast=cast,
-        select=select,
-        missing=missing,
-        on_mismatch=on_mismatch,
-        opt_state="skip",
-        deadline=deadline,
-        progress=progress,
-    )
+    wanted = collect_arguments(Options, locals(), opt_state="skip")
     request = Request(model=model, allow=allow, options=wanted)
     if is_pytree(reader) and model is not None:
         module, pytree = plan_pytree(reader, request)
@@ -555,19 +529,7 @@ def save(
     """
     check_run(run, what="save to: ")
     tree, document = tree_to_save(run, *_pair(model, optimizer))
-    request = SaveRequest(
-        step=step,
-        tree=tree,
-        metrics=metrics,
-        labels=labels,
-        items=items,
-        document=document,
-        base=base,
-        snapshot=snapshot,
-        if_busy=if_busy,
-        distributed=distributed,
-        progress=progress,
-    )
+    request = collect_arguments(SaveRequest, locals(), tree=tree, document=document)
     return Save(get_parts(run).begin(request))
 
 
@@ -644,18 +606,8 @@ def restore_into(
     check_run(run, what="restore of: ")
     model, optimizer = _pair(model, optimizer)
     optimizer = None if opt_state == "skip" else optimizer
-    options = Options(
-        mesh=mesh,
-        rules=rules,
-        indivisible=indivisible,
-        cast=cast,
-        select=select,
-        missing=missing,
-        on_mismatch=on_mismatch,
-        opt_state="skip" if optimizer is None else opt_state,
-        deadline=deadline,
-        progress=progress,
-    )
+    opt_state = "skip" if optimizer is None else opt_state
+    options = collect_arguments(Options, locals())
     request = _make_request(run, model, optimizer, options)
     source, step = open_checkpoint(run, which, model, distributed, deadline)
     if step is not None:

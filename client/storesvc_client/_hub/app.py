@@ -26,14 +26,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from storesvc_client import NotFoundError, StoreError, UnauthenticatedError
 from storesvc_client._http import http_status, is_loopback
 from storesvc_client._hub.callers import Callers
-from storesvc_client._hub.ranges import UnsatisfiableRangeError, has_tag, parse_range
+from storesvc_client._hub.ranges import has_tag, parse_range
 from storesvc_client._hub.served_files import ServedFile
-from storesvc_client._hub.snapshots import (
-    Snapshot,
-    Snapshots,
-    UnknownRepositoryError,
-    UnknownRevisionError,
-)
+from storesvc_client._hub.snapshots import Snapshot, Snapshots
 from storesvc_client._hub.streaming import StreamedResponse
 
 _SLOTS: Final = 4
@@ -77,8 +72,6 @@ def create_app(callers: Callers, *, is_local: bool = True) -> ASGIApp:
         exception_handlers={
             StoreError: _answer_store_error,
             HTTPException: _answer_http_error,
-            UnknownRepositoryError: _answer_unknown_repository,
-            UnknownRevisionError: _answer_unknown_revision,
             Exception: _answer_defect,
         },
     )
@@ -202,16 +195,14 @@ class _Hub:
         wanted = request.headers.get("range", "")
         if request.headers.get("if-range", tag) != tag:
             wanted = ""
-        try:
-            start, stop = parse_range(wanted, size)
-        except UnsatisfiableRangeError:
+        if (byte_range := parse_range(wanted, size)) is None:
             headers |= {"Content-Range": f"bytes */{size}"}
             message = (
                 f"{found.reader.name} {name}: expected a range of its {size} bytes, "
                 f"got {wanted!r}; ask for bytes before its end"
             )
             return _make_error(416, "", message, headers)
-        status = 200
+        status, (start, stop) = 200, byte_range
         if stop - start < size:
             status = 206
             headers |= {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}
@@ -297,21 +288,6 @@ def _answer_http_error(_request: Request, error: Exception) -> Response:
         # such as a repository without a namespace
         message, code = "the hub of storesvc has no such address", "RepoNotFound"
     return _make_error(error.status_code, code, message, error.headers)
-
-
-def _answer_unknown_repository(request: Request, _error: Exception) -> Response:
-    name = f"{request.path_params['namespace']}/{request.path_params['run']}"
-    message = f"no run can have the name {name[:_MESSAGE_LETTERS]!r}"
-    return _make_error(404, "RepoNotFound", message)
-
-
-def _answer_unknown_revision(request: Request, _error: Exception) -> Response:
-    revision = request.path_params.get("revision", "main")[:_MESSAGE_LETTERS]
-    message = (
-        f"there is no revision {revision!r}; expected main, a tag, a step or a commit "
-        "id of this hub"
-    )
-    return _make_error(404, "RevisionNotFound", message)
 
 
 def _answer_defect(request: Request, error: Exception) -> Response:

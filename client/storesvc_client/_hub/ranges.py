@@ -14,18 +14,12 @@ from typing import Final
 _RANGE: Final = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
 
 
-class UnsatisfiableRangeError(Exception):
-    """A range begins after the end of the file."""
-
-
-def parse_range(text: str, size: int) -> tuple[int, int]:
-    """Returns the first byte of a range, and the one after its last.
+def parse_range(text: str, size: int) -> tuple[int, int] | None:
+    """Returns the first byte of a range, and the one after its last; None if the file
+    has none of these bytes.
 
     A header that this module does not know, such as one of several ranges, asks for the
     whole file, as RFC 9110 permits.
-
-    Raises:
-        UnsatisfiableRangeError: The file has none of these bytes.
     """
     found = _RANGE.fullmatch(text.strip())
     if found is None or found[1] == found[2] == "":
@@ -37,9 +31,7 @@ def parse_range(text: str, size: int) -> tuple[int, int]:
         start, stop = int(first), min(int(last) + 1, size) if last else size
         if last and int(last) < start:
             return 0, size  # no valid range
-    if start >= size or start >= stop:
-        raise UnsatisfiableRangeError
-    return start, stop
+    return (start, stop) if start < min(stop, size) else None
 
 
 def has_tag(header: str, tag: str) -> bool:

@@ -18,7 +18,13 @@ from itertools import islice
 from typing import Final
 
 from storesvc.format.names import InvalidNameError, Which, parse_which
-from storesvc_client import Checkpoint, Client, InvalidRequestError, Run
+from storesvc_client import (
+    Checkpoint,
+    Client,
+    InvalidRequestError,
+    NotFoundError,
+    Run,
+)
 from storesvc_client._export.elements import Source
 from storesvc_client._export.safetensors import MAX_SHARD_BYTES
 from storesvc_client._hub.served_files import ServedFile, make_files, read_range
@@ -26,6 +32,7 @@ from storesvc_client._mapping.planning import plan_mapping
 from storesvc_client._mapping.rules import Rules
 from storesvc_client._restore.checkpoint import CheckpointReader
 from storesvc_client._restore.open_tree import get_reader
+from storesvc_client._values.arguments import shown
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
@@ -37,14 +44,6 @@ _KEPT_COMMITS: Final = 1000
 
 _SEARCHED: Final = 200
 """Newest checkpoints among which a commit id is looked for that was not given out."""
-
-
-class UnknownRepositoryError(Exception):
-    """No run can have this name."""
-
-
-class UnknownRevisionError(Exception):
-    """The run has no such revision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +105,7 @@ class Snapshots:
         """Returns the checkpoint of a revision.
 
         Raises:
-            UnknownRepositoryError: The text is no name of a run.
-            UnknownRevisionError: There is no such revision.
-            NotFoundError: There is no such run, checkpoint or tag.
+            NotFoundError: There is no such run, or it has no such revision.
             PreconditionError: Safetensors cannot hold a leaf.
             MismatchError: The rules of the mapping do not fit.
         """
@@ -136,9 +133,12 @@ class Snapshots:
                 return self._kept[key]
         reader = get_reader(run.open(checkpoint.step))
         assert isinstance(reader, CheckpointReader)
-        # another one may have been saved in the meantime
         if reader.info.uid != checkpoint.uid:
-            raise UnknownRevisionError
+            raise NotFoundError(
+                f"{reader.name} was deleted, and saved again, in the meantime; try "
+                "again",
+                reason="CHECKPOINT_NOT_FOUND",
+            )
         view = self._view
         mapping = None
         if view.rules is not None:
@@ -161,7 +161,9 @@ class Snapshots:
         try:
             return self._client.run(name)
         except InvalidRequestError as e:
-            raise UnknownRepositoryError from e
+            raise NotFoundError(
+                f"no run can have the name {shown(name)}", reason="RUN_NOT_FOUND"
+            ) from e
 
     def _find_checkpoint(self, run: Run, revision: str) -> Checkpoint:
         if _COMMIT.fullmatch(revision):
@@ -171,7 +173,7 @@ class Snapshots:
             try:
                 which = parse_which(revision)
             except InvalidNameError as e:
-                raise UnknownRevisionError from e
+                raise _make_unknown(run, revision) from e
         return run.checkpoint(which)
 
     def _find_commit(self, run: Run, commit: str) -> Checkpoint:
@@ -184,4 +186,12 @@ class Snapshots:
         ):
             if self._view.commit(checkpoint) == commit:
                 return checkpoint
-        raise UnknownRevisionError
+        raise _make_unknown(run, commit)
+
+
+def _make_unknown(run: Run, revision: str) -> NotFoundError:
+    return NotFoundError(
+        f"{run.name} has no revision {shown(revision)}; expected main, a tag, a step "
+        "or a commit id of this hub",
+        reason="TAG_NOT_FOUND",
+    )

@@ -433,25 +433,21 @@ def make_bucket(storage: Storage) -> "Bucket":
         from google.cloud.storage import Client
     except ModuleNotFoundError as e:
         raise _missing_package(storage, e) from e
-    found, project = _own_credentials(storage)
+    found, project = own_credentials(storage)
     endpoint = find_endpoint(storage)
     options = {"api_endpoint": endpoint} if endpoint else None
     client = Client(project, found, client_options=options)
     return client.bucket(storage.spec["bucket"], user_project=storage.user_project)
 
 
-def own_credentials(storage: Storage) -> "Credentials":
-    """Returns the credentials of this process for a storage, which may be anonymous.
+def own_credentials(storage: Storage) -> tuple["Credentials", str]:
+    """Returns the credentials of this process for a storage, which may be anonymous,
+    and their project.
 
     Raises:
         InvalidFieldError: There are none, or packages are missing; or they would be
             sent over plaintext.
     """
-    return _own_credentials(storage)[0]
-
-
-def _own_credentials(storage: Storage) -> tuple["Credentials", str]:
-    """Credentials of this process for a storage, and their project."""
     try:
         from google.auth.credentials import AnonymousCredentials
         from google.oauth2.credentials import Credentials

@@ -77,8 +77,7 @@ def open_file(root: Path, path: str) -> int:
         IrregularFileError: The path leads through a link, or to no regular file.
         OSError: The file cannot be opened.
     """
-    directory, name = _directory(root, path, _PASS)
-    try:
+    with _opened(root, path) as (directory, name):
         try:
             descriptor = os.open(name, _READ, dir_fd=directory)
         except OSError as e:
@@ -88,9 +87,7 @@ def open_file(root: Path, path: str) -> int:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise _irregular(path, directory, name)
-    finally:
-        os.close(directory)
-    return descriptor
+        return descriptor
 
 
 def create_file(root: Path, path: str) -> int:
@@ -101,17 +98,13 @@ def create_file(root: Path, path: str) -> int:
         IrregularFileError: The path leads through a link.
         OSError: The file cannot be created.
     """
-    directory, name = _directory(root, path, _PASS)
-    try:
+    with _opened(root, path) as (directory, name):
         return os.open(name, _CREATE, 0o644, dir_fd=directory)
-    finally:
-        os.close(directory)
 
 
 def make_directory(root: Path, path: str) -> None:
     """Creates a directory in an existing one; an existing directory is no error."""
-    directory, name = _directory(root, path, _PASS)
-    try:
+    with _opened(root, path) as (directory, name):
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=directory)
             return
@@ -120,8 +113,6 @@ def make_directory(root: Path, path: str) -> None:
             raise IrregularFileError(path, "a directory", _kind(mode))
         if not stat.S_ISDIR(mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-    finally:
-        os.close(directory)
 
 
 def make_directories(root: Path, path: str) -> None:
@@ -137,24 +128,16 @@ def check_file(root: Path, path: str) -> None:
 
     For paths that a storage driver opens afterwards: it would block or follow a link.
     """
-    with suppress(FileNotFoundError):
-        directory, name = _directory(root, path, _PASS)
-        try:
-            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        finally:
-            os.close(directory)
-        if not stat.S_ISREG(found.st_mode):
-            raise IrregularFileError(path, "a regular file", _kind(found.st_mode))
+    with suppress(FileNotFoundError), _opened(root, path) as (directory, name):
+        mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+        if not stat.S_ISREG(mode):
+            raise IrregularFileError(path, "a regular file", _kind(mode))
 
 
 def remove_file(root: Path, path: str) -> None:
     """Removes a file, or a link at its path; an absent one is no error."""
-    with suppress(FileNotFoundError):
-        directory, name = _directory(root, path, _PASS)
-        try:
-            os.unlink(name, dir_fd=directory)
-        finally:
-            os.close(directory)
+    with suppress(FileNotFoundError), _opened(root, path) as (directory, name):
+        os.unlink(name, dir_fd=directory)
 
 
 def remove_below(root: Path, prefix: str) -> list[str]:
@@ -198,15 +181,14 @@ def opened_directory(root: Path, path: str) -> Generator[int]:
         IrregularFileError: The path leads through a link.
         OSError: The directory cannot be opened.
     """
-    directory, _ = _directory(root, path, _LIST)
-    try:
+    with _opened(root, path, _LIST) as (directory, _):
         yield directory
-    finally:
-        os.close(directory)
 
 
-def _directory(root: Path, path: str, flags: int) -> tuple[int, str]:
-    """A descriptor of the directory that holds a path, and the path's name in it."""
+@contextmanager
+def _opened(root: Path, path: str, flags: int = _PASS) -> Generator[tuple[int, str]]:
+    """Yields a descriptor of the directory that holds a path, and the path's name in
+    it."""
     *above, name = path.split("/")
     if "\0" in path or not {".", ".."}.isdisjoint((*above, name)) or "" in above:
         raise IrregularFileError(path[:80], "a path below the root", "another")
@@ -223,7 +205,10 @@ def _directory(root: Path, path: str, flags: int) -> tuple[int, str]:
         finally:
             os.close(at)
         at = below
-    return at, name
+    try:
+        yield at, name
+    finally:
+        os.close(at)
 
 
 def _remove_tree(directory: int, name: str, path: str, gone: list[str]) -> None:

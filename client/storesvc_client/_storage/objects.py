@@ -479,7 +479,7 @@ def _make_objects(storage: Storage) -> "Objects | None":
 
 def _gcs_objects(storage: Storage) -> "GCSStore | None":
     try:
-        credentials = own_credentials(storage)
+        credentials, _ = own_credentials(storage)
     except InvalidFieldError:
         return None
     from google.auth.credentials import AnonymousCredentials

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import islice
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -43,6 +44,9 @@ class Record:
 
     checkpoint: Fields
     tags: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.checkpoint, name)
 
 
 def record(

@@ -33,6 +33,7 @@ from storesvc_client._views.tables import (
     HOLDS,
     ITEM_DIFFERENCES,
     LEAVES,
+    RUNS,
     SIZE,
     STEP,
     TAGS,
@@ -40,15 +41,16 @@ from storesvc_client._views.tables import (
     Column,
     Shrink,
     Table,
+    field_column,
+    metric_column,
+    time_column,
 )
 from storesvc_client._views.texts import (
-    ABSENT,
     count_text,
     draw,
     grow,
     item_text,
     natural_key,
-    number_text,
     order_metrics,
     pairs_text,
     plural,
@@ -421,7 +423,7 @@ def _phases(timings: Mapping[str, float]) -> str:
     return table(columns, ((name, _seconds(took)) for name, took in longest_first))
 
 
-def _table(layout: Table[Any], values: Sequence[object], *, caption: str = "") -> str:
+def _table(layout: Table, values: Sequence[object], *, caption: str = "") -> str:
     return table(
         layout.columns,
         map(layout.row, islice(values, MAX_ROWS)),
@@ -444,48 +446,34 @@ def _seconds(length: float) -> str:
 
 def _lay_out_checkpoints(
     found: Sequence[Any], tags: Mapping[str, Sequence[str]]
-) -> Table[Any]:
+) -> Table:
     """Returns the table of checkpoints; each metric is a column, losses first."""
     metrics = order_metrics(
         name for one in islice(found, MAX_ROWS) for name in one.metrics
     )
 
-    def row(one: "Checkpoint") -> tuple[str, ...]:
-        states = {"pinned": one.pinned, "deleted": one.delete_time is not None}
-        texts = {name: number_text(value) for name, value in one.metrics.items()}
-        return (
-            str(one.step),
-            time_text(one.commit_time),
-            size_text(one.size_bytes),
-            f"{one.leaf_count:,}",
-            *([" ".join(tags.get(one.uid, ()))] if tags else []),
-            *(texts.get(name, ABSENT) for name in metrics),
-            pairs_text(one.labels),
-            ", ".join(name for name, applies in states.items() if applies),
-        )
-
+    named = Column("TAGS", lambda one: " ".join(tags.get(one.uid, ())))
     columns = (
-        *(STEP, Column("COMMITTED"), SIZE, Column("LEAVES", right=True)),
-        *([Column("TAGS")] if tags else []),
-        *(Column(name, right=True) for name in metrics),
-        *(Column("LABELS"), Column("STATE")),
+        *(STEP, time_column("COMMITTED", "commit_time"), SIZE),
+        Column("LEAVES", lambda one: f"{one.leaf_count:,}", right=True),
+        *([named] if tags else []),
+        *map(metric_column, metrics),
+        *(_LABELS, Column("STATE", _state_text)),
     )
-    return Table("checkpoint", columns, row)
+    return Table("checkpoint", columns)
 
 
-_LAYOUTS: Final[Mapping[str, Table[Any]]] = {
+def _state_text(one: "Checkpoint") -> str:
+    states = {"pinned": one.pinned, "deleted": one.delete_time is not None}
+    return ", ".join(name for name, applies in states.items() if applies)
+
+
+_LABELS: Final = field_column("LABELS", "labels", pairs_text)
+
+_LAYOUTS: Final[Mapping[str, Table]] = {
     "RunInfo": Table(
         "run",
-        (
-            *(Column("RUN"), Column("LATEST", right=True)),
-            *(Column("CREATED"), Column("LABELS")),
-        ),
-        lambda one: (
-            one.name,
-            ABSENT if one.latest_step is None else str(one.latest_step),
-            time_text(one.create_time),
-            pairs_text(one.labels),
-        ),
+        (*RUNS, _LABELS),
     ),
     "UploadInfo": UPLOADS_BY_RUN,
     "Tag": TAGS,
@@ -495,14 +483,17 @@ _LAYOUTS: Final[Mapping[str, Table[Any]]] = {
     "LeafDifference": DIFFERENCES,
     "ItemInfo": Table(
         "item",
-        (Column("ITEM"), Column("KIND"), SIZE),
-        lambda one: (one.name, item_text(one), size_text(one.size_bytes)),
+        (field_column("ITEM", "name"), Column("KIND", item_text), SIZE),
     ),
     "ItemDifference": ITEM_DIFFERENCES,
     "Damage": Table(
         "damage",
-        (Column("KEY"), Column("CHUNK"), Column("KIND"), Column("MESSAGE")),
-        lambda one: (one.key or "''", sizes_text(one.index), one.kind, one.message),
+        (
+            Column("KEY", lambda one: one.key or "''"),
+            field_column("CHUNK", "index", sizes_text),
+            field_column("KIND", "kind"),
+            field_column("MESSAGE", "message"),
+        ),
     ),
 }
 """Tables of the values that lists consist of."""

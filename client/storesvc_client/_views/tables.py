@@ -1,4 +1,4 @@
-"""Tables of what lists consist of: columns, and the row of a value.
+"""Tables of what lists consist of: columns, each with its cell of a value.
 
 The command line and notebooks draw the same tables, each in its own way.
 """
@@ -6,12 +6,14 @@ The command line and notebooks draw the same tables, each in its own way.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from storesvc_client._views.texts import (
     ABSENT,
     dtype_text,
     key_text,
+    number_text,
     shape_text,
     size_text,
     sizes_text,
@@ -21,16 +23,9 @@ from storesvc_client._views.texts import (
 
 if TYPE_CHECKING:
     from storesvc_client._values.models import (
-        HoldInfo,
-        ItemDifference,
         LeafDifference,
-        LeafInfo,
-        RetentionDecision,
-        Tag,
         UploadInfo,
     )
-
-T_contra = TypeVar("T_contra", contravariant=True)
 
 SAME: Final = "same"
 """Cell of a value that is that of the cell before."""
@@ -51,6 +46,8 @@ class Column:
     """A column of a table."""
 
     title: str
+    cell: Callable[[Any], str] = str
+    """Returns the text of a value."""
     right: bool = False
     """True for quantities, which are aligned right."""
     shrink: Shrink = Shrink.NO
@@ -60,110 +57,123 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Table(Generic[T_contra]):
+class Table:
     """A table of values of one kind."""
 
     noun: str
     """Name of a row, such as "checkpoint"."""
     columns: tuple[Column, ...]
-    row: Callable[[T_contra], tuple[str, ...]]
-    """Returns the texts of a value, one for each column."""
+
+    def row(self, value: Any) -> tuple[str, ...]:
+        """Returns the texts of a value, one for each column."""
+        return tuple(column.cell(value) for column in self.columns)
 
 
-STEP: Final = Column("STEP", right=True)
-SIZE: Final = Column("SIZE", right=True)
-CHUNKS: Final = Column("CHUNKS", right=True)
-OWNER: Final = Column("OWNER", shrink=Shrink.END)
+def field_column(
+    title: str, name: str, show: Callable[[Any], str] = str, **layout: Any
+) -> Column:
+    """Returns a column of a field; `layout` are fields of ``Column``."""
 
-TAGS: Final["Table[Tag]"] = Table(
+    def cell(value: Any) -> str:
+        found = getattr(value, name)
+        return ABSENT if found in (None, "") else show(found)
+
+    return Column(title, cell, **layout)
+
+
+count_column: Final = partial(field_column, right=True)
+size_column: Final = partial(field_column, show=size_text, right=True)
+time_column: Final = partial(field_column, show=time_text, shrink=Shrink.TIME)
+
+
+def metric_column(name: str) -> Column:
+    """Returns a column of the values of a metric."""
+
+    def cell(value: Any) -> str:
+        metrics = value.metrics
+        return number_text(metrics[name]) if name in metrics else ABSENT
+
+    return Column(name, cell, right=True)
+
+
+STEP: Final = count_column("STEP", "step")
+SIZE: Final = size_column("SIZE", "size_bytes")
+OWNER: Final = field_column("OWNER", "owner", shrink=Shrink.END)
+RUNS: Final = (
+    field_column("RUN", "name"),
+    count_column("LATEST", "latest_step"),
+    time_column("CREATED", "create_time"),
+)
+
+TAGS: Final = Table(
     "tag",
-    (Column("TAG"), STEP, Column("SET", shrink=Shrink.TIME), Column("PROTECTED")),
-    lambda tag: (
-        tag.name,
-        str(tag.step),
-        time_text(tag.update_time),
-        "yes" if tag.protected else "no",
+    (
+        *(field_column("TAG", "name"), STEP, time_column("SET", "update_time")),
+        Column("PROTECTED", lambda tag: "yes" if tag.protected else "no"),
     ),
 )
-HOLDS: Final["Table[HoldInfo]"] = Table(
+HOLDS: Final = Table(
     "hold",
-    (Column("HOLD"), STEP, OWNER, Column("EXPIRES", shrink=Shrink.TIME)),
-    lambda hold: (
-        hold.id,
-        str(hold.step),
-        hold.owner or ABSENT,
-        time_text(hold.expire_time),
+    (
+        *(field_column("HOLD", "id"), STEP, OWNER),
+        time_column("EXPIRES", "expire_time"),
     ),
 )
-DECISIONS: Final["Table[RetentionDecision]"] = Table(
+DECISIONS: Final = Table(
     "checkpoint",
     (
-        *(STEP, Column("KEPT"), Column("WHY", shrink=Shrink.END)),
-        Column("OWN BYTES", right=True),
-    ),
-    lambda decision: (
-        str(decision.step),
-        "yes" if decision.kept else "no",
-        "; ".join(decision.reasons) or ABSENT,
-        size_text(decision.own_bytes),
+        *(STEP, Column("KEPT", lambda decision: "yes" if decision.kept else "no")),
+        Column(
+            "WHY", lambda each: "; ".join(each.reasons) or ABSENT, shrink=Shrink.END
+        ),
+        size_column("OWN BYTES", "own_bytes"),
     ),
 )
-LEAVES: Final["Table[LeafInfo]"] = Table(
+LEAVES: Final = Table(
     "leaf",
     (
-        *(Column("KEY", shrink=Shrink.PREFIX), Column("DTYPE"), Column("SHAPE")),
-        *(SIZE, CHUNKS),
-    ),
-    lambda leaf: (
-        key_text(leaf),
-        dtype_text(leaf),
-        shape_text(leaf),
-        size_text(leaf.size_bytes),
-        str(leaf.chunk_count),
+        *(Column("KEY", key_text, shrink=Shrink.PREFIX), Column("DTYPE", dtype_text)),
+        *(Column("SHAPE", shape_text), SIZE, count_column("CHUNKS", "chunk_count")),
     ),
 )
 
 _SHOWN_WRITERS: Final = 4
 
 
-def _upload_row(upload: "UploadInfo") -> tuple[str, ...]:
+def _writers_text(upload: "UploadInfo") -> str:
+    return f"{upload.finished_writer_count} of {upload.writer_count}"
+
+
+def _unfinished_text(upload: "UploadInfo") -> str:
     writers = upload.unfinished_writers
     named = ", ".join(map(str, writers[:_SHOWN_WRITERS]))
-    return (
-        upload.id,
-        str(upload.step),
-        time_text(upload.create_time),
-        time_text(upload.renew_time),
-        f"{upload.finished_writer_count} of {upload.writer_count}",
-        f"{named}, ..." if len(writers) > _SHOWN_WRITERS else named,
-        upload.owner or ABSENT,
-    )
+    return f"{named}, ..." if len(writers) > _SHOWN_WRITERS else named
 
 
 UPLOADS: Final = Table(
     "upload",
     (
-        *(Column("UPLOAD"), STEP, Column("BEGAN", shrink=Shrink.TIME)),
-        *(Column("RENEWED", shrink=Shrink.TIME), Column("WRITERS")),
-        *(Column("WAITS FOR"), OWNER),
+        *(field_column("UPLOAD", "id"), STEP),
+        *(time_column("BEGAN", "create_time"), time_column("RENEWED", "renew_time")),
+        *(Column("WRITERS", _writers_text), Column("WAITS FOR", _unfinished_text)),
+        OWNER,
     ),
-    _upload_row,
 )
-UPLOADS_BY_RUN: Final["Table[UploadInfo]"] = Table(
-    "upload",
-    (Column("RUN"), *UPLOADS.columns),
-    lambda upload: (upload.run, *_upload_row(upload)),
-)
+UPLOADS_BY_RUN: Final = Table("upload", (field_column("RUN", "run"), *UPLOADS.columns))
 
 
-def _difference_row(leaf: "LeafDifference") -> tuple[str, ...]:
-    chunks = str(leaf.chunk_count)
-    if leaf.kind == "content":
-        chunks = f"{leaf.changed_chunk_count} of {chunks}"
-    before = _array_text(leaf.base_dtype, leaf.base_shape)
+def _before_text(leaf: "LeafDifference") -> str:
+    return _array_text(leaf.base_dtype, leaf.base_shape)
+
+
+def _after_text(leaf: "LeafDifference") -> str:
     after = _array_text(leaf.dtype, leaf.shape)
-    after = SAME if after == before else after
-    return leaf.key or "''", leaf.kind, before, after, chunks
+    return SAME if after == _before_text(leaf) else after
+
+
+def _chunks_text(leaf: "LeafDifference") -> str:
+    changed = f"{leaf.changed_chunk_count} of " if leaf.kind == "content" else ""
+    return f"{changed}{leaf.chunk_count}"
 
 
 def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:
@@ -173,18 +183,17 @@ def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:
 DIFFERENCES: Final = Table(
     "difference",
     (
-        *(Column("KEY", shrink=Shrink.PREFIX), Column("WHAT"), Column("BEFORE")),
-        *(Column("AFTER", shrink=Shrink.END), CHUNKS),
+        Column("KEY", lambda leaf: leaf.key or "''", shrink=Shrink.PREFIX),
+        *(field_column("WHAT", "kind"), Column("BEFORE", _before_text)),
+        Column("AFTER", _after_text, shrink=Shrink.END),
+        Column("CHUNKS", _chunks_text, right=True),
     ),
-    _difference_row,
 )
-ITEM_DIFFERENCES: Final["Table[ItemDifference]"] = Table(
+ITEM_DIFFERENCES: Final = Table(
     "difference",
-    (Column("ITEM"), Column("WHAT"), Column("BEFORE"), Column("AFTER")),
-    lambda item: (
-        item.place,
-        item.kind,
-        value_text(item.base_value_kind, item.base_size_bytes),
-        value_text(item.value_kind, item.size_bytes),
+    (
+        *(field_column("ITEM", "place"), field_column("WHAT", "kind")),
+        Column("BEFORE", lambda i: value_text(i.base_value_kind, i.base_size_bytes)),
+        Column("AFTER", lambda item: value_text(item.value_kind, item.size_bytes)),
     ),
 )

@@ -200,12 +200,12 @@ def complete_order(context: click.Context, text: str) -> Iterator[Candidate]:
 
 
 def _fields(context: click.Context) -> Iterator[str]:
-    from storesvc_client.cli.records import find_schema
+    from storesvc_client.cli.parent_details import read_view
 
     path = context.params.get("path")
     if path is None and context.args:  # click stops at an option without its value
         path = parse_path(context.args[0])
-    schema = find_schema(path, deleted=bool(context.params.get("deleted")))
+    schema = read_view(path, deleted=bool(context.params.get("deleted"))).schema
     seen = set(schema.fields)
     yield from schema.fields
     if not isinstance(path, RunPath) or is_foreign(path.run):

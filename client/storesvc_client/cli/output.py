@@ -18,24 +18,29 @@ distinguishes keys are never cut: a part of one looks like another one.
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from os.path import commonprefix
 from shutil import get_terminal_size
 from threading import Timer
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from storesvc_client._views.tables import SAME, Column, Shrink, Table
+from storesvc_client._views.tables import (
+    SAME,
+    Column,
+    Shrink,
+    Table,
+    metric_column,
+)
 from storesvc_client._views.texts import (
     ABSENT,
     count_text,
     json_text,
     json_value,
-    number_text,
     numbered_keys,
     order_metrics,
     plural,
@@ -81,14 +86,15 @@ def progress(title: str, *, total_bytes: int) -> Iterator[Callable[[int], object
             bar.stop()
 
 
-_Item = TypeVar("_Item")
-
 GAP: Final = "  "
 """Space between columns."""
 
 
 def print_table(
-    columns: Sequence[Column], rows: Iterable[Sequence[str]], *, expand: bool = True
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[str]],
+    *,
+    expand: bool = True,
 ) -> None:
     """Prints a table; without titles, it has no header. Without ``expand``, a terminal
     shows alike rows of numbered keys once, with their count before each quantity."""
@@ -111,6 +117,14 @@ def print_table(
     if hidden:
         titles = ", ".join(filter(None, hidden)) or "all columns"
         print_note(f"no room for {titles}; a wider terminal or a pipe shows all")
+
+
+def print_values(
+    columns: Sequence[Column], values: Iterable[Any], *, expand: bool = True
+) -> None:
+    """Prints the table of values, as ``print_table`` does."""
+    rows = ([column.cell(value) for column in columns] for value in values)
+    print_table(columns, rows, expand=expand)
 
 
 def _collapsed(
@@ -191,18 +205,18 @@ def report(errors: "Sequence[DataLossError]") -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing(Generic[_Item]):
+class Listing:
     """The layout of a list of items of one kind."""
 
-    table: Table[_Item]
-    document: Callable[[_Item], object] = field(default=lambda item: item)
+    table: Table
+    document: Callable[[Any], object] = field(default=lambda item: item)
     """Returns the value of an item that JSON shows."""
-    metrics: Callable[[_Item], Mapping[str, float]] | None = None
-    """Returns the metrics of an item; each is a column in front of the last one."""
+    has_metrics: bool = False
+    """True if each metric of the items is a column in front of the last one."""
 
     def show(
         self,
-        items: Iterable[_Item],
+        items: Iterable[Any],
         *,
         as_json: bool,
         limit: int | None = None,
@@ -225,7 +239,7 @@ class Listing(Generic[_Item]):
         Raises:
             DataLossError: The last of ``damaged``; the others are printed before.
         """
-        shown: list[_Item] = []
+        shown: list[Any] = []
         rest = False
         for item in items:
             counted = len(shown) if is_selection else len(shown) + len(damaged)
@@ -244,7 +258,7 @@ class Listing(Generic[_Item]):
         if as_json:
             print_json([*map(self.document, shown)])
         elif shown:
-            print_table(*self._table(shown), expand=expand)
+            print_values(self._columns(shown), shown, expand=expand)
         elif note:
             print_note(note)
         if rest:
@@ -255,26 +269,13 @@ class Listing(Generic[_Item]):
             print_note(f"{limit:,} {known}{noun} shown, there are more")
         report(reported)
 
-    def _table(
-        self, items: Sequence[_Item]
-    ) -> tuple[Sequence[Column], Iterable[Sequence[str]]]:
-        rows = map(self.table.row, items)
-        if self.metrics is None:
-            return self.table.columns, rows
-        values = [*map(self.metrics, items)]
-        names = order_metrics(name for each in values for name in each)
-        texts = (
-            [number_text(each[name]) if name in each else ABSENT for name in names]
-            for each in values
-        )
+    def _columns(self, items: Sequence[Any]) -> Sequence[Column]:
+        """Returns the columns, with one for each metric of the items."""
+        if not self.has_metrics:
+            return self.table.columns
+        names = order_metrics(name for each in items for name in each.metrics)
         *columns, last = self.table.columns
-        return (
-            [*columns, *(Column(name, right=True) for name in names), last],
-            (
-                [*row[:-1], *cells, row[-1]]
-                for row, cells in zip(rows, texts, strict=True)
-            ),
-        )
+        return [*columns, *map(metric_column, names), last]
 
 
 def _pad(cell: str, width: int, column: Column) -> str:

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from storesvc_client._views.tables import LEAVES, SIZE, STEP, Column, Shrink, Table
+from storesvc_client._views.tables import (
+    LEAVES,
+    RUNS,
+    SIZE,
+    STEP,
+    Column,
+    Shrink,
+    Table,
+    count_column,
+    field_column,
+    time_column,
+)
 from storesvc_client._views.texts import (
     ABSENT,
     json_value,
@@ -19,6 +30,7 @@ from storesvc_client._views.texts import (
     size_text,
     time_text,
 )
+from storesvc_client.cli import records
 from storesvc_client.cli.errors import check_namespace
 from storesvc_client.cli.leaves import select_leaves, unread_notes
 from storesvc_client.cli.output import (
@@ -39,6 +51,7 @@ from storesvc_client.cli.paths import (
     StorePath,
     is_foreign,
 )
+from storesvc_client.cli.records import Schema
 
 if TYPE_CHECKING:
     from storesvc_client import (
@@ -67,6 +80,9 @@ class TaggedCheckpoint:
     checkpoint: "Checkpoint"
     tags: tuple[str, ...]
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.checkpoint, name)
+
 
 _RECORDS: Final = ("copy.", "import.", "orbax.commit_time")
 """Beginnings of labels that record where a checkpoint comes from; ``stat`` shows
@@ -79,24 +95,6 @@ def _labels_text(labels: Mapping[str, str]) -> str:
     )
 
 
-def _checkpoint_row(tagged: TaggedCheckpoint) -> tuple[str, ...]:
-    checkpoint = tagged.checkpoint
-    return (
-        str(checkpoint.step),
-        time_text(checkpoint.commit_time),
-        age_text(checkpoint.commit_time, datetime.now(UTC)),
-        size_text(checkpoint.size_bytes),
-        str(checkpoint.leaf_count),
-        " ".join(tagged.tags) or ABSENT,
-        "yes" if checkpoint.pinned else ABSENT,
-        _labels_text(checkpoint.labels),
-    )
-
-
-def _moment_text(time: datetime | None) -> str:
-    return ABSENT if time is None else time_text(time)
-
-
 def age_text(time: datetime | None, now: datetime) -> str:
     """Returns how long ago a time was, in one unit: "5s", "12m", "3h", "4d"."""
     if time is None:
@@ -106,72 +104,49 @@ def age_text(time: datetime | None, now: datetime) -> str:
     return next(f"{seconds // s}{unit}" for s, unit in units if seconds >= s or s == 1)
 
 
-_AGE: Final = Column("AGE", right=True)
-_LEAF_COUNT: Final = Column("LEAVES", right=True, is_minor=True)
-_LABELS: Final = Column("LABELS", shrink=Shrink.END)
+def _age_column(name: str) -> Column:
+    return count_column("AGE", name, lambda time: age_text(time, datetime.now(UTC)))
 
-_RUNS: Final["Listing[RunInfo]"] = Listing(
-    Table(
-        "run",
-        (
-            *(Column("RUN"), Column("LATEST", right=True)),
-            *(Column("CREATED", shrink=Shrink.TIME), _AGE),
-        ),
-        lambda run: (
-            run.name,
-            ABSENT if run.latest_step is None else str(run.latest_step),
-            time_text(run.create_time),
-            age_text(run.create_time, datetime.now(UTC)),
-        ),
-    )
-)
+
+_LEAF_COUNT: Final = count_column("LEAVES", "leaf_count", is_minor=True)
+_LABELS: Final = field_column("LABELS", "labels", _labels_text, shrink=Shrink.END)
+
+_RUNS: Final = Listing(Table("run", (*RUNS, _age_column("create_time"))))
 _CHECKPOINTS: Final = Listing(
     Table(
         "checkpoint",
         (
-            *(STEP, Column("COMMITTED", shrink=Shrink.TIME, is_minor=True), _AGE, SIZE),
-            *(_LEAF_COUNT, Column("TAGS", shrink=Shrink.END)),
-            *(Column("PINNED", shrink=Shrink.END), _LABELS),
+            *(STEP, time_column("COMMITTED", "commit_time", is_minor=True)),
+            *(_age_column("commit_time"), SIZE, _LEAF_COUNT),
+            Column("TAGS", lambda one: " ".join(one.tags) or ABSENT, shrink=Shrink.END),
+            Column(
+                "PINNED", lambda c: "yes" if c.pinned else ABSENT, shrink=Shrink.END
+            ),
+            _LABELS,
         ),
-        _checkpoint_row,
     ),
     document=lambda tagged: json_value(tagged.checkpoint) | {"tags": tagged.tags},
-    metrics=lambda tagged: tagged.checkpoint.metrics,
+    has_metrics=True,
 )
-_FOREIGN: Final["Listing[ForeignInfo]"] = Listing(
+_FOREIGN: Final = Listing(
     Table(
         "checkpoint",
         (
-            *(STEP, Column("WRITTEN", shrink=Shrink.TIME, is_minor=True), _AGE, SIZE),
-            *(_LEAF_COUNT, _LABELS),
-        ),
-        lambda checkpoint: (
-            str(checkpoint.step),
-            _moment_text(checkpoint.create_time),
-            age_text(checkpoint.create_time, datetime.now(UTC)),
-            size_text(checkpoint.size_bytes),
-            str(checkpoint.leaf_count),
-            _labels_text(checkpoint.labels),
+            *(STEP, time_column("WRITTEN", "create_time", is_minor=True)),
+            *(_age_column("create_time"), SIZE, _LEAF_COUNT, _LABELS),
         ),
     ),
-    metrics=lambda checkpoint: checkpoint.metrics,
+    has_metrics=True,
 )
-_DELETED: Final["Listing[Checkpoint]"] = Listing(
+_DELETED: Final = Listing(
     Table(
         "deleted checkpoint",
         (
-            *(STEP, Column("DELETED", shrink=Shrink.TIME)),
-            *(Column("PURGE", shrink=Shrink.TIME), SIZE, _LABELS),
-        ),
-        lambda checkpoint: (
-            str(checkpoint.step),
-            _moment_text(checkpoint.delete_time),
-            _moment_text(checkpoint.purge_time),
-            size_text(checkpoint.size_bytes),
-            _labels_text(checkpoint.labels),
+            *(STEP, time_column("DELETED", "delete_time")),
+            *(time_column("PURGE", "purge_time"), SIZE, _LABELS),
         ),
     ),
-    metrics=lambda checkpoint: checkpoint.metrics,
+    has_metrics=True,
 )
 _LEAVES: Final = Listing(LEAVES)
 
@@ -180,7 +155,8 @@ _LEAVES: Final = Listing(LEAVES)
 class View:
     """A list of records of one type, and how they are read."""
 
-    listing: Listing[Any]
+    listing: Listing
+    schema: Schema
     records: Callable[[Any, Any, _OnDamage], Iterable[Any]]
     """Reads the records of a path in an open store; passes on errors of damaged ones.
     """
@@ -193,23 +169,29 @@ def read_view(path: StorePath | None, *, deleted: bool) -> View:
         case None | NamespacePath():
             return View(
                 listing=_RUNS,
+                schema=records.RUNS,
                 records=lambda client, path, on_damage: client.runs(
                     path.namespace if path else None, on_damage=on_damage
                 ),
             )
         case CheckpointPath() | LeafPath():
-            return View(listing=_LEAVES, records=_leaves)
+            return View(listing=_LEAVES, schema=records.LEAVES, records=_leaves)
         case RunPath(run) if is_foreign(run):
-            return View(listing=_FOREIGN, records=_foreign)
+            return View(listing=_FOREIGN, schema=records.FOREIGN, records=_foreign)
         case RunPath() if deleted:
             return View(
                 listing=_DELETED,
+                schema=records.DELETED,
                 records=lambda client, path, on_damage: client.run(
                     path.run
                 ).checkpoints(deleted=True, on_damage=on_damage),
             )
         case RunPath():
-            return View(listing=_CHECKPOINTS, records=_checkpoints)
+            return View(
+                listing=_CHECKPOINTS,
+                schema=records.CHECKPOINTS,
+                records=_checkpoints,
+            )
 
 
 def _checkpoints(

@@ -32,12 +32,11 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
 from fnmatch import translate
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, Final, Self, TypeAlias
 
 import click
@@ -45,19 +44,9 @@ import click
 from storesvc_client._values.expressions import MAX_NESTING, ExpressionReader, Token
 from storesvc_client._views.texts import dtype_text, natural_key, plural, shape_text
 from storesvc_client.cli.errors import nearest
-from storesvc_client.cli.paths import (
-    CheckpointPath,
-    LeafPath,
-    NamespacePath,
-    RunPath,
-    StorePath,
-    is_foreign,
-)
 
 Value: TypeAlias = float | str | bool | datetime | tuple[str, ...] | None
 """The value of a field; None, "" or an empty tuple if the record has none."""
-
-_Map: TypeAlias = Callable[[Any], Mapping[str, Any]]
 
 
 class Kind(Enum):
@@ -80,6 +69,8 @@ class Field:
     name: str
     kind: Kind
     value: Callable[[Any], Value]
+    json_name: str = ""
+    """Its other name, if it has one."""
 
     @property
     def may_stand_alone(self) -> bool:
@@ -122,28 +113,26 @@ class Schema:
     noun: str
     fields: Mapping[str, Field]
     """Fields by name, as in the columns."""
-    json_names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Names of fields by their names in JSON, where they differ."""
-    maps: Mapping[str, _Map] = field(default_factory=lambda: MappingProxyType({}))
-    """Mappings of a record from names to values, by name: metrics, labels. The first
-    has precedence for a name that both have."""
+    maps: tuple[str, ...] = ()
+    """Attributes of a record that are mappings from names to values: metrics, labels.
+    The first has precedence for a name that both have."""
 
     def field(self, name: str) -> Field | None:
         """Returns the field of a name; None if the records cannot have it."""
-        known = self.fields.get(self.json_names.get(name, name))
-        if known is not None:
-            return known
+        for known in self.fields.values():
+            if name in (known.name, known.json_name):
+                return known
         prefix, dot, rest = name.partition(".")
         if dot and prefix in self.maps:
-            of_map = _map_field([self.maps[prefix]], rest)
+            of_map = _map_field([prefix], rest)
             return Field(name=name, kind=Kind.ANY, value=of_map)
         if self.maps:
-            of_maps = _map_field([*self.maps.values()], name)
+            of_maps = _map_field(self.maps, name)
             return Field(name=name, kind=Kind.ANY, value=of_maps)
         return None
 
     def record_names(self, record: Any) -> set[str]:
-        return {name for map_of in self.maps.values() for name in map_of(record)}
+        return {name for each in self.maps for name in getattr(record, each)}
 
 
 def as_number(text: str) -> float | None:
@@ -160,79 +149,58 @@ def as_number(text: str) -> float | None:
     return None
 
 
-def _map_field(maps: Sequence[_Map], name: str) -> Callable[[Any], Value]:
+def _map_field(maps: Sequence[str], name: str) -> Callable[[Any], Value]:
     def value(record: Any) -> Value:
-        found = (map_of(record) for map_of in maps)
+        found = (getattr(record, each) for each in maps)
         return next((values[name] for values in found if name in values), None)
 
     return value
 
 
 def _fields(**kinds: tuple[Kind, str | Callable[[Any], Value]]) -> dict[str, Field]:
+    """Returns fields, each with the attribute of the records that it is, or a function;
+    an attribute is its name in JSON, too, but that of an age is the time's."""
     return {
         name: Field(
             name=name,
             kind=kind,
             value=attrgetter(where) if isinstance(where, str) else where,
+            json_name=where if isinstance(where, str) and kind is not Kind.AGE else "",
         )
         for name, (kind, where) in kinds.items()
     }
 
 
-def _sizes(at: str = "") -> dict[str, Field]:
-    return _fields(
-        size=(Kind.SIZE, f"{at}size_bytes"),
-        leaves=(Kind.NUMBER, f"{at}leaf_count"),
-        items=(Kind.NUMBER, f"{at}item_count"),
-        chunks=(Kind.NUMBER, f"{at}chunk_count"),
-    )
-
-
-def _checkpoint_fields(at: str = "") -> dict[str, Field]:
-    return _sizes(at) | _fields(
-        step=(Kind.NUMBER, f"{at}step"),
-        committed=(Kind.TIME, f"{at}commit_time"),
-        begun=(Kind.TIME, f"{at}create_time"),
-        age=(Kind.AGE, f"{at}commit_time"),
-        stored=(Kind.SIZE, f"{at}stored_bytes"),
-        own=(Kind.SIZE, f"{at}own_bytes"),
-        pinned=(Kind.FLAG, f"{at}pinned"),
-        principal=(Kind.TEXT, f"{at}principal"),
-        uid=(Kind.TEXT, f"{at}uid"),
-    )
-
-
-def _maps(*names: str, at: str = "") -> dict[str, _Map]:
-    return {name: attrgetter(f"{at}{name}") for name in names}
-
-
-_SIZE_NAMES: Final = {
-    "size_bytes": "size",
-    "leaf_count": "leaves",
-    "item_count": "items",
-    "chunk_count": "chunks",
-}
-_CHECKPOINT_NAMES: Final = _SIZE_NAMES | {
-    "commit_time": "committed",
-    "create_time": "begun",
-    "stored_bytes": "stored",
-    "own_bytes": "own",
-}
+_SIZES: Final = _fields(
+    size=(Kind.SIZE, "size_bytes"),
+    leaves=(Kind.NUMBER, "leaf_count"),
+    items=(Kind.NUMBER, "item_count"),
+    chunks=(Kind.NUMBER, "chunk_count"),
+)
+_CHECKPOINT: Final = _SIZES | _fields(
+    step=(Kind.NUMBER, "step"),
+    committed=(Kind.TIME, "commit_time"),
+    begun=(Kind.TIME, "create_time"),
+    age=(Kind.AGE, "commit_time"),
+    stored=(Kind.SIZE, "stored_bytes"),
+    own=(Kind.SIZE, "own_bytes"),
+    pinned=(Kind.FLAG, "pinned"),
+    principal=(Kind.TEXT, "principal"),
+    uid=(Kind.TEXT, "uid"),
+)
 
 CHECKPOINTS: Final = Schema(
     noun="checkpoint",
-    fields=_checkpoint_fields("checkpoint.") | _fields(tags=(Kind.TEXTS, "tags")),
-    json_names=_CHECKPOINT_NAMES,
-    maps=_maps("metrics", "labels", at="checkpoint."),
+    fields=_CHECKPOINT | _fields(tags=(Kind.TEXTS, "tags")),
+    maps=("metrics", "labels"),
 )
 """Fields of ``TaggedCheckpoint``."""
 
 DELETED: Final = Schema(
     noun="deleted checkpoint",
-    fields=_checkpoint_fields()
+    fields=_CHECKPOINT
     | _fields(deleted=(Kind.TIME, "delete_time"), purge=(Kind.TIME, "purge_time")),
-    json_names=_CHECKPOINT_NAMES | {"delete_time": "deleted", "purge_time": "purge"},
-    maps=_maps("metrics", "labels"),
+    maps=("metrics", "labels"),
 )
 """Fields of ``Checkpoint``."""
 
@@ -243,9 +211,8 @@ FOREIGN: Final = Schema(
         written=(Kind.TIME, "create_time"),
         age=(Kind.AGE, "create_time"),
     )
-    | _sizes(),
-    json_names=_SIZE_NAMES | {"create_time": "written"},
-    maps=_maps("metrics", "labels"),
+    | _SIZES,
+    maps=("metrics", "labels"),
 )
 """Fields of ``ForeignInfo``."""
 
@@ -258,8 +225,7 @@ RUNS: Final = Schema(
         age=(Kind.AGE, "create_time"),
         uid=(Kind.TEXT, "uid"),
     ),
-    json_names={"name": "run", "latest_step": "latest", "create_time": "created"},
-    maps=_maps("labels"),
+    maps=("labels",),
 )
 """Fields of ``RunInfo``."""
 
@@ -273,21 +239,8 @@ LEAVES: Final = Schema(
         size=(Kind.SIZE, "size_bytes"),
         chunks=(Kind.NUMBER, "chunk_count"),
     ),
-    json_names={"size_bytes": "size", "chunk_count": "chunks"},
 )
 """Fields of ``LeafInfo``."""
-
-
-def find_schema(path: StorePath | None, *, deleted: bool) -> Schema:
-    match path:
-        case None | NamespacePath():
-            return RUNS
-        case CheckpointPath() | LeafPath():
-            return LEAVES
-        case RunPath(run) if is_foreign(run):
-            return FOREIGN
-        case RunPath():
-            return DELETED if deleted else CHECKPOINTS
 
 
 Predicate: TypeAlias = Callable[[Any], bool]
@@ -702,16 +655,16 @@ class RecordSelection:
         return self._absence_text(min(self._absent))
 
     def _absence_text(self, name: str) -> str:
-        bare = name.partition(".")[2] if name.partition(".")[0] in self._maps else name
+        bare = (
+            name.partition(".")[2]
+            if name.partition(".")[0] in self._schema.maps
+            else name
+        )
         known = sorted(self._known | {*self._schema.fields})
         found = nearest(bare, known)
-        what = " or ".join(which.removesuffix("s") for which in self._maps)
+        what = " or ".join(which.removesuffix("s") for which in self._schema.maps)
         ending = f"; did you mean {found}?" if found else ""
         return f"no {self._schema.noun} has a {what} {name!r}{ending}"
-
-    @property
-    def _maps(self) -> list[str]:
-        return [*self._schema.maps]
 
     def _matching(self, records: Iterable[Any]) -> Iterator[Any]:
         for record in records:

@@ -14,8 +14,14 @@ from storesvc_client._values.call_kinds import (
     AuditStage,
     Authentication,
 )
-from storesvc_client._views.tables import Column, Shrink, Table
-from storesvc_client._views.texts import ABSENT, count_text, printable, time_text
+from storesvc_client._views.tables import (
+    Column,
+    Shrink,
+    Table,
+    field_column,
+    time_column,
+)
+from storesvc_client._views.texts import ABSENT, count_text, printable
 from storesvc_client.cli.arguments import (
     WholeNumber,
     existing_file,
@@ -48,33 +54,31 @@ def audit() -> None:
     """
 
 
-def _row(entry: "AuditEntry") -> tuple[str, ...]:
+def _caller_text(entry: "AuditEntry") -> str:
     if entry.problem:
-        return (ABSENT, ABSENT, "unreadable", ABSENT, ABSENT, entry.problem)
+        return ABSENT
     # an entry about the log itself has the server in place of the caller
-    caller = entry.principal or "(anonymous)"
-    return (
-        ABSENT if entry.time is None else time_text(entry.time),
-        caller if entry.method else entry.server,
-        entry.stage or ABSENT,
-        entry.method or ABSENT,
-        entry.object_name or ABSENT,
-        entry.reason_text or ABSENT,
-    )
+    return (entry.principal or "(anonymous)") if entry.method else entry.server
 
 
-LISTING: Final["Listing[AuditEntry]"] = Listing(
+def _stage_text(entry: "AuditEntry") -> str:
+    return "unreadable" if entry.problem else entry.stage or ABSENT
+
+
+def _reason_text(entry: "AuditEntry") -> str:
+    return entry.problem or entry.reason_text or ABSENT
+
+
+LISTING: Final = Listing(
     Table(
         "entry",
         (
-            Column("TIME", shrink=Shrink.TIME),
-            Column("PRINCIPAL"),
-            Column("STAGE"),
-            Column("METHOD"),
-            Column("OBJECT", shrink=Shrink.PREFIX),
-            Column("REASON", shrink=Shrink.END),
+            *(time_column("TIME", "time"), Column("PRINCIPAL", _caller_text)),
+            Column("STAGE", _stage_text),
+            field_column("METHOD", "method"),
+            field_column("OBJECT", "object_name", shrink=Shrink.PREFIX),
+            Column("REASON", _reason_text, shrink=Shrink.END),
         ),
-        _row,
     )
 )
 

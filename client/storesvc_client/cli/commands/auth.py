@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._views.tables import Column, Shrink, Table
+from storesvc_client._views.tables import Column, Shrink, Table, field_column
 from storesvc_client._views.texts import printable, quota_amount_text
 from storesvc_client.cli.arguments import json_option
 from storesvc_client.cli.completion import Part, complete_path
@@ -116,26 +116,32 @@ def quota(connection: Connection, *, namespace: str, as_json: bool) -> None:
     with connection.resolve().open() as client:
         found = client.quotas(namespace)
     absence = f"no quotas apply to {namespace}"
-    columns = (
-        *(Column("QUOTA"), Column("OF", shrink=Shrink.END)),
-        *(Column(title, right=True) for title in ("USED", "LIMIT", "WARNS AT")),
-    )
-    listing = Listing(Table("quota", columns, _row))
-    listing.show(found, as_json=as_json, absence=lambda: absence)
+    _QUOTAS.show(found, as_json=as_json, absence=lambda: absence)
 
 
-def _row(found: "Quota") -> tuple[str, ...]:
-    used, limit, warns = (
-        quota_amount_text(found.name, amount)
-        for amount in (found.used, found.limit, found.soft_limit)
+def _amount_column(title: str, field: str, zero: str | None = None) -> Column:
+    """Returns a column of amounts; `zero` is shown for 0."""
+
+    def cell(quota: "Quota") -> str:
+        amount = getattr(quota, field)
+        if zero is not None and not amount:
+            return zero
+        return quota_amount_text(quota.name, amount)
+
+    return Column(title, cell, right=True)
+
+
+_QUOTAS: Final = Listing(
+    Table(
+        "quota",
+        (
+            field_column("QUOTA", "name"),
+            Column("OF", lambda each: each.scope or "(anonymous)", shrink=Shrink.END),
+            *(_amount_column("USED", "used"), _amount_column("LIMIT", "limit", "none")),
+            _amount_column("WARNS AT", "soft_limit", ""),
+        ),
     )
-    return (
-        found.name,
-        found.scope or "(anonymous)",
-        used,
-        limit if found.limit else "none",
-        warns if found.soft_limit else "",
-    )
+)
 
 
 @click.command()

@@ -6,7 +6,7 @@ from typing import Final
 
 import click
 
-from storesvc_client._views.tables import Column, Shrink, Table
+from storesvc_client._views.tables import Column, Shrink, Table, field_column
 from storesvc_client._views.texts import ABSENT
 from storesvc_client.cli.arguments import convert, json_option, store_target
 from storesvc_client.cli.completion import complete_context
@@ -117,20 +117,13 @@ def list_contexts(*, as_json: bool) -> None:
             }
         )
         return
-    listing: Listing[Context] = Listing(
-        Table(
-            "context",
-            (
-                Column(""),
-                Column("NAME"),
-                Column("STORE"),
-                Column("OPTIONS", shrink=Shrink.END),
-            ),
-            lambda context: _row(context, is_current=context.name == found.current),
-        )
+    columns = (
+        Column("", lambda context: "*" if context.name == found.current else ""),
+        *(field_column("NAME", "name"), field_column("STORE", "store")),
+        Column("OPTIONS", _options_text, shrink=Shrink.END),
     )
     contexts = [found.contexts[name] for name in sorted(found.contexts)]
-    listing.show(contexts, as_json=False)
+    Listing(Table("context", columns)).show(contexts, as_json=False)
 
 
 @config.command()
@@ -150,16 +143,11 @@ def remove(*, name: str) -> None:
     click.echo(f"{name} removed: {context.store}")
 
 
-def _row(context: Context, *, is_current: bool) -> tuple[str, ...]:
+def _options_text(context: Context) -> str:
     options = [
         f"--{key.replace('_', '-')} {file}"
         for key in FILES
         if (file := getattr(context, key))
     ]
     options += ["--insecure"] if context.insecure else []
-    return (
-        "*" if is_current else "",
-        context.name,
-        context.store,
-        (" ".join(options) or ABSENT),
-    )
+    return " ".join(options) or ABSENT

@@ -19,7 +19,7 @@ from storesvc_client.cli.arguments import (
 )
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.output import print_json, print_table
+from storesvc_client.cli.output import print_json, print_values
 from storesvc_client.cli.paths import (
     CheckpointPath,
     ForeignOptions,
@@ -138,10 +138,9 @@ def diff(
         print_json(found)
         return
     if found.differences:
-        rows = map(DIFFERENCES.row, found.differences)
-        print_table(DIFFERENCES.columns, rows, expand=expand)
+        print_values(DIFFERENCES.columns, found.differences, expand=expand)
     if found.items:
-        print_table(ITEM_DIFFERENCES.columns, map(ITEM_DIFFERENCES.row, found.items))
+        print_values(ITEM_DIFFERENCES.columns, found.items)
     counts = _counts(leaf.kind for leaf in found.differences)
     same = f"{count_text(found.same_leaf_count, 'leaf')} the same"
     items = f"; items: {_counts(item.kind for item in found.items)}"

@@ -67,6 +67,7 @@ from storesvc_client.cli.paths import (
     StorePath,
     is_foreign,
 )
+from storesvc_client.cli.records import RecordSelection
 
 if TYPE_CHECKING:
     from storesvc.format.names import Which
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
         OpenCheckpoint,
         Run,
     )
-    from storesvc_client.cli.records import RecordSelection
 
 
 _COLUMNS: Final = (
@@ -259,10 +259,7 @@ def ls(
     view = read_view(path, deleted=deleted)
     selection = None
     if where or sort is not None:
-        from storesvc_client.cli.records import RecordSelection, find_schema
-
-        schema = find_schema(path, deleted=deleted)
-        selection = RecordSelection(schema, where=where, sort=sort)
+        selection = RecordSelection(view.schema, where=where, sort=sort)
     damaged: list[DataLossError] = []
     with connection.open_for(path, options) as source:
         records = view.records(source, path, damaged.append)
@@ -281,7 +278,7 @@ def ls(
 
 def _absence(
     view: View,
-    selection: "RecordSelection | None",
+    selection: RecordSelection | None,
     source: Readable,
     path: StorePath | None,
 ) -> str:

@@ -3,12 +3,13 @@ they make, and proposes rules."""
 
 from collections.abc import Callable
 from functools import partial, wraps
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from storesvc_client._views.tables import Column, Shrink, Table
+from storesvc_client._views.tables import Column, Shrink, Table, field_column
 from storesvc_client._views.texts import ABSENT, count_text, sizes_text
 from storesvc_client.cli.arguments import (
     foreign_options,
@@ -24,7 +25,6 @@ from storesvc_client.cli.paths import CheckpointPath, ForeignOptions, RunPath, S
 if TYPE_CHECKING:
     from storesvc_client._mapping.planning import MappedLeaf
     from storesvc_client._restore.mapped import MappedReader
-    from storesvc_client._restore.migrations import Migration
 
 _FILE: Final = click.Path(dir_okay=False, path_type=Path)
 """A file, or the name of a table."""
@@ -95,27 +95,25 @@ def _document(reader: "MappedReader", mapped: "MappedLeaf") -> dict[str, Any]:
     }
 
 
-def _row(leaf: dict[str, Any]) -> tuple[str, ...]:
+def _sources_text(leaf: dict[str, Any]) -> str:
     first, *others = leaf["from"] or [ABSENT]
-    return (
-        leaf["key"],
-        leaf["dtype"] + sizes_text(leaf["shape"]),
-        f"{first} and {len(others):,} more" if others else first,
-        ("computed: " if leaf["is_computed"] else "")
-        + ("; ".join(leaf["operations"]) or ABSENT),
-    )
+    return f"{first} and {len(others):,} more" if others else first
 
 
-LISTING: Final[Listing[dict[str, Any]]] = Listing(
+def _operations_text(leaf: dict[str, Any]) -> str:
+    how = "computed: " if leaf["is_computed"] else ""
+    return how + ("; ".join(leaf["operations"]) or ABSENT)
+
+
+LISTING: Final = Listing(
     Table(
         "leaf",
         (
-            Column("KEY", shrink=Shrink.PREFIX),
-            Column("ARRAY"),
-            Column("FROM", shrink=Shrink.END),
-            Column("OPERATIONS", shrink=Shrink.END),
+            Column("KEY", itemgetter("key"), shrink=Shrink.PREFIX),
+            Column("ARRAY", lambda leaf: leaf["dtype"] + sizes_text(leaf["shape"])),
+            Column("FROM", _sources_text, shrink=Shrink.END),
+            Column("OPERATIONS", _operations_text, shrink=Shrink.END),
         ),
-        _row,
     )
 )
 
@@ -253,11 +251,14 @@ def show_leaves(reader: "MappedReader", *, as_json: bool) -> None:
         LISTING.show(leaves, as_json=False)
 
 
-MIGRATIONS: Final[Listing["Migration"]] = Listing(
+MIGRATIONS: Final = Listing(
     Table(
         "migration",
-        (Column("DIGEST"), Column("RULES", shrink=Shrink.END), Column("COUNT")),
-        lambda each: (each.digest[:12], each.name, str(len(each.rules["rules"]))),
+        (
+            Column("DIGEST", lambda each: each.digest[:12]),
+            field_column("RULES", "name", shrink=Shrink.END),
+            Column("COUNT", lambda each: str(len(each.rules["rules"]))),
+        ),
     ),
     lambda each: {"digest": each.digest, "name": each.name, "rules": each.rules},
 )

@@ -10,14 +10,17 @@ import click
 
 from storesvc_client._views.tables import (
     DECISIONS,
+    STEP,
     UPLOADS,
     UPLOADS_BY_RUN,
     Column,
     Shrink,
     Table,
+    count_column,
+    field_column,
+    size_column,
 )
 from storesvc_client._views.texts import (
-    ABSENT,
     json_value,
     plural,
     purge_text,
@@ -41,7 +44,7 @@ from storesvc_client.cli.output import (
     print_json,
     print_note,
     print_result,
-    print_table,
+    print_values,
 )
 from storesvc_client.cli.parent_details import usage_fields
 from storesvc_client.cli.paths import CheckpointPath, NamespacePath, RunPath
@@ -50,12 +53,10 @@ if TYPE_CHECKING:
     from storesvc_client import (
         Checkpoint,
         Client,
-        Collected,
         DataLossError,
         RetentionDecision,
         RetentionPolicy,
         Run,
-        Usage,
     )
 
 
@@ -68,18 +69,13 @@ _COUNTS: Final = {
 }
 """Columns of a collection, each with its field of ``Collected``."""
 
-_PASSES: Final["Listing[Collected]"] = Listing(
+_PASSES: Final = Listing(
     Table(
         "run",
         (
-            Column("RUN"),
-            *(Column(title, right=True) for title in _COUNTS),
-            Column("LEFT", shrink=Shrink.END),
-        ),
-        lambda one: (
-            one.run,
-            *(str(getattr(one, name)) for name in _COUNTS.values()),
-            one.postponed or ABSENT,
+            field_column("RUN", "run"),
+            *(count_column(title, name) for title, name in _COUNTS.items()),
+            field_column("LEFT", "postponed", shrink=Shrink.END),
         ),
     )
 )
@@ -170,27 +166,29 @@ def gc(
     _PASSES.show(passes, as_json=as_json)
 
 
-_RUNS: Final["Listing[Usage]"] = Listing(
+_RUNS: Final = Listing(
     Table(
         "run",
         (
-            Column("RUN"),
-            *(Column(title, right=True) for title in ("CHECKPOINTS", "UPLOADS")),
-            *(Column(t, right=True) for t in ("LOGICAL", "STORED", "DISTINCT")),
-        ),
-        lambda usage: (
-            usage.run,
-            str(usage.checkpoint_count),
-            str(usage.upload_count),
-            size_text(usage.logical_bytes),
-            size_text(usage.stored_bytes),
-            size_text(usage.distinct_bytes),
+            field_column("RUN", "run"),
+            count_column("CHECKPOINTS", "checkpoint_count"),
+            count_column("UPLOADS", "upload_count"),
+            size_column("LOGICAL", "logical_bytes"),
+            size_column("STORED", "stored_bytes"),
+            size_column("DISTINCT", "distinct_bytes"),
         ),
     )
 )
-_CHECKPOINTS: Final = tuple(
-    Column(title, right=True)
-    for title in ("STEP", "LOGICAL", "STORED", "OWN", "SHARED")
+
+
+def _shared_bytes(checkpoint: "Checkpoint") -> int:
+    return checkpoint.stored_bytes - checkpoint.own_bytes
+
+
+_CHECKPOINTS: Final = (
+    *(STEP, size_column("LOGICAL", "size_bytes")),
+    *(size_column("STORED", "stored_bytes"), size_column("OWN", "own_bytes")),
+    Column("SHARED", lambda one: size_text(_shared_bytes(one)), right=True),
 )
 
 
@@ -234,7 +232,7 @@ def du(
                 if as_json:
                     print_json(_checkpoint_value(found))
                 else:
-                    print_table(_CHECKPOINTS, [_checkpoint_row(found)])
+                    print_values(_CHECKPOINTS, [found])
 
 
 def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> None:
@@ -259,17 +257,7 @@ def _print_run(client: "Client", name: str, *, as_json: bool) -> None:
     print_fields(usage.run, usage_fields(json_value(usage)).items())
     if checkpoints:
         click.echo()
-        print_table(_CHECKPOINTS, map(_checkpoint_row, checkpoints))
-
-
-def _checkpoint_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
-    return (
-        str(checkpoint.step),
-        size_text(checkpoint.size_bytes),
-        size_text(checkpoint.stored_bytes),
-        size_text(checkpoint.own_bytes),
-        size_text(_shared_bytes(checkpoint)),
-    )
+        print_values(_CHECKPOINTS, checkpoints)
 
 
 def _checkpoint_value(checkpoint: "Checkpoint") -> dict[str, Any]:
@@ -282,10 +270,6 @@ def _checkpoint_value(checkpoint: "Checkpoint") -> dict[str, Any]:
         "own_bytes": checkpoint.own_bytes,
         "shared_bytes": _shared_bytes(checkpoint),
     }
-
-
-def _shared_bytes(checkpoint: "Checkpoint") -> int:
-    return checkpoint.stored_bytes - checkpoint.own_bytes
 
 
 def policy(text: str) -> "RetentionPolicy":
@@ -436,7 +420,7 @@ def _print_decisions(
         print_json(decisions)
         return
     if decisions:
-        print_table(DECISIONS.columns, map(DECISIONS.row, decisions))
+        print_values(DECISIONS.columns, decisions)
     deleted = [decision for decision in decisions if not decision.kept]
     own = size_text(sum(decision.own_bytes for decision in deleted))
     print_note(

@@ -28,7 +28,7 @@ from storesvc.format.keys import split_key
 from storesvc.format.names import Which
 from storesvc_client._api.run import Run, get_parts
 from storesvc_client._restore.open_tree import OpenTree
-from storesvc_client._values.options import ALL_PROCESSES, DEFAULT_DEADLINE
+from storesvc_client._values.options import ALL_PROCESSES
 from storesvc_client.errors import InvalidRequestError, MismatchError, without_advice
 
 __all__ = ["StoreCheckpoint", "restore_into"]
@@ -211,12 +211,7 @@ def restore_into(run: Run, model: Any, which: Which = "latest") -> int:
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     parts = _parts(model)
-    opening = get_parts(run).opening(
-        which,
-        distributed=ALL_PROCESSES,
-        deadline=DEFAULT_DEADLINE,
-        on_damage="raise",
-    )
+    opening = get_parts(run).opening(which, distributed=ALL_PROCESSES)
     reader = opening.read(migrates=True)
     opened = OpenTree(reader.map_or_migrate(None))
     keys = [split_key(key) for key in opened.leaves]

@@ -27,6 +27,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -44,13 +45,13 @@ from storesvc_client._api.due_steps import (
     NoTermination,
     TakenSteps,
     Termination,
+    deleted_steps,
     is_argument_error,
     make_termination,
 )
-from storesvc_client._api.opening import Opening
 from storesvc_client._items.iterators import has_state
 from storesvc_client._job.job import Decisions
-from storesvc_client._save.saver import PendingSave, Save
+from storesvc_client._save.saver import Save
 from storesvc_client._values.arguments import (
     DurationLike,
     as_timedelta,
@@ -59,9 +60,7 @@ from storesvc_client._values.arguments import (
     shown,
 )
 from storesvc_client._values.options import (
-    DEFAULT_DEADLINE,
     Distributed,
-    IfBusy,
     OnDamaged,
     RestoreRequest,
     SaveRequest,
@@ -91,7 +90,7 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client._api.run import Run
+    from storesvc_client._api.run import Run, RunParts
     from storesvc_client._restore.checkpoint import OpenCheckpoint
 
 T = TypeVar("T")
@@ -206,6 +205,7 @@ class Loop:
     def __init__(
         self,
         run: "Run",
+        parts: "RunParts",
         *,
         every: object,
         keep: RetentionPolicy | None,
@@ -213,17 +213,10 @@ class Loop:
         on_failure: OnFailure,
         create: bool,
         distributed: Distributed,
-        if_busy: IfBusy,
-        save: Callable[..., PendingSave],
-        opening: Callable[..., Opening],
-        trouble: Callable[[], str],
-        deleted_steps: Callable[[int], tuple[int, ...]],
     ) -> None:
         place = f"loop of {run.name}"
         self._run = run
-        self._queues = if_busy == "queue"
-        self._begin_save = save
-        self._opening = opening
+        self._parts = parts
         schedule = make_schedule(every)
         rule = None if keep is None else check_rule(keep, place=f"{place}: keep=")
         if purge_delay is not None:
@@ -263,9 +256,14 @@ class Loop:
         """The initial state without its arrays, until ``after`` was called."""
         self._has_data = False
         """True if ``restore_or`` got a data iterator."""
-        self._taken = TakenSteps(run.name, deleted_steps)
+        self._taken = TakenSteps(run.name, partial(deleted_steps, parts.stub))
         self._due = DueSteps(
-            run.name, schedule, if_busy, trouble, self._saves, self._taken
+            run.name,
+            schedule,
+            parts.defaults.if_busy,
+            lambda: parts.session.connection.waits.trouble,
+            self._saves,
+            self._taken,
         )
 
     def __repr__(self) -> str:
@@ -414,11 +412,8 @@ class Loop:
             from storesvc_client.trees.nnx.saved_models import planner
 
             prepare = planner(self._run, *modules)
-        opening = self._opening(
-            "latest",
-            distributed=self._distributed,
-            deadline=DEFAULT_DEADLINE,
-            on_damage=on_damage,
+        opening = self._parts.opening(
+            "latest", distributed=self._distributed, on_damage=on_damage
         )
         with without_advice():
             self.restored, state = opening.restore(
@@ -643,11 +638,11 @@ class Loop:
                 document=document,
                 metrics=metrics,
                 items=items,
-                if_busy="queue" if self._queues else "wait",
+                if_busy="queue" if self._parts.defaults.if_busy == "queue" else "wait",
                 distributed=self._distributed,
             )
-            loop = self._decisions and self._decisions.departures
-            pending = self._begin_save(request, loop=loop)
+            loop = None if self._decisions is None else self._decisions.departures
+            pending = self._parts.begin(request, loop=loop)
         except StoreError as e:
             if is_argument_error(e):
                 raise

@@ -13,7 +13,7 @@ from storesvc_client._api.opening import Opening
 from storesvc_client._rpc.connection import RunStub
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import checked_text
-from storesvc_client._values.options import THIS_PROCESS, MappingRules
+from storesvc_client._values.options import MappingRules
 from storesvc_client.errors import InvalidRequestError, LimitError, NotFoundError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
@@ -76,14 +76,8 @@ class Migrations:
         from storesvc_client._restore.migrations import Migration
 
         run = get_run(self._stub)
-        opening = Opening(
-            self._session,
-            self._stub,
-            which,
-            distributed=THIS_PROCESS,
-            deadline=self._stub.connection.timeout,
-            on_damage="raise",
-        )
+        timeout = self._stub.connection.timeout
+        opening = Opening(self._session, self._stub, which, deadline=timeout)
         reader = opening.read(migrates=True).map_or_migrate(None)
         found = Migration.make(reader, load_rules(rules))
         for other in self._unpack(run):

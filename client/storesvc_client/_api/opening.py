@@ -30,6 +30,8 @@ from storesvc_client._values.arguments import (
 )
 from storesvc_client._values.models import Checkpoint
 from storesvc_client._values.options import (
+    DEFAULT_DEADLINE,
+    THIS_PROCESS,
     Distributed,
     OnDamaged,
     RestoreRequest,
@@ -163,9 +165,9 @@ class Opening:
         stub: RunStub,
         which: Which,
         *,
-        distributed: Distributed,
-        deadline: DurationLike,
-        on_damage: OnDamaged,
+        distributed: Distributed = THIS_PROCESS,
+        deadline: DurationLike = DEFAULT_DEADLINE,
+        on_damage: OnDamaged = "raise",
     ) -> None:
         """Prepares to open it, with the arguments of ``Run.open``."""
         self._session = session

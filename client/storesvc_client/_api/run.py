@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, SupportsInd
 
 from storesvc.format.keys import is_item
 from storesvc.format.names import CheckpointName, RunName, Which
-from storesvc_client._api.due_steps import deleted_steps
 from storesvc_client._api.groups import (
     Holds,
     Retention,
@@ -432,13 +431,7 @@ class Run:
         from storesvc_client._export.elements import ExportRequest
 
         request = collect_arguments(ExportRequest, locals())
-        opening = self._opening(
-            which,
-            distributed=THIS_PROCESS,
-            deadline=DEFAULT_DEADLINE,
-            on_damage="raise",
-        )
-        return opening.read(migrates=False).export(url, request)
+        return self._opening(which).read(migrates=False).export(url, request)
 
     def loop(
         self,
@@ -471,17 +464,13 @@ class Run:
         """
         return Loop(
             self,
+            self._parts,
             every=every,
             keep=keep,
             purge_delay=purge_delay,
             on_failure=on_failure,
             create=create,
             distributed=distributed,
-            if_busy=self._parts.defaults.if_busy,
-            save=self._parts.begin,
-            opening=self._opening,
-            trouble=lambda: self._session.connection.waits.trouble,
-            deleted_steps=partial(deleted_steps, self._stub),
         )
 
     def items(

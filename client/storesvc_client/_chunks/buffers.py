@@ -15,6 +15,7 @@ any strides, such as a layer of a stacked array or a transposed one.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -393,3 +394,20 @@ class Buffer:
     def drop(self) -> None:
         """Drops the reference to the memory; the receiver of the arrays owns it."""
         self.memory = _NOTHING
+
+
+class RegionArrays(dict[tuple[int, Region], NDArrayAny]):
+    """Elements of regions, by row and region, once buffers with them were placed."""
+
+    def __init__(self, requests: Iterable[tuple[int, Region]]) -> None:
+        super().__init__()
+        rows: dict[int, dict[Region, None]] = defaultdict(dict)
+        for row, region in requests:
+            rows[row][region] = None
+        self.wanted = [(row, [*regions]) for row, regions in rows.items()]
+        """Each row once, with its distinct regions."""
+
+    def place(self, buffer: Buffer) -> None:
+        """Takes the arrays of a buffer."""
+        for region, array in zip(buffer.regions, buffer.arrays, strict=True):
+            self[buffer.row, region] = array

@@ -13,12 +13,11 @@ while the previous one is written.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from storesvc.format.keys import describe
 from storesvc.format.trees import Leaf, Tree
 from storesvc.storage.location import Storage
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.buffers import Buffer
+from storesvc_client._chunks.buffers import Buffer, RegionArrays
 from storesvc_client._chunks.memory import cut_batches
 from storesvc_client._export.target import Target, open_target
 from storesvc_client._items.values import Container
@@ -198,8 +197,7 @@ WINDOW_BYTES: Final = 64 << 20
 batches in memory: one that is read, and one that is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A region of a leaf."""
 
     row: int
@@ -261,21 +259,11 @@ def read_in_order(
                 yield arrays.pop(piece)
 
 
-def read_pieces(
-    source: Source, batch: Sequence[Piece], meter: Meter
-) -> dict[Piece, NDArray[Any]]:
+def read_pieces(source: Source, batch: Sequence[Piece], meter: Meter) -> RegionArrays:
     """Returns the elements of distinct pieces, none empty."""
-    wanted: dict[int, list[Region]] = defaultdict(list)
-    for piece in batch:
-        wanted[piece.row].append(piece.region)
-    found: dict[Piece, NDArray[Any]] = {}
-
-    def place(buffer: Buffer) -> None:
-        arrays = zip(buffer.regions, buffer.arrays, strict=True)
-        found.update((Piece(buffer.row, region), array) for region, array in arrays)
-
-    source.read(wanted.items(), place, meter)
-    return found
+    arrays = RegionArrays(batch)
+    source.read(arrays.wanted, arrays.place, meter)
+    return arrays
 
 
 def cast_array(array: NDArray[Any], dtype: str, place: str) -> NDArray[Any]:

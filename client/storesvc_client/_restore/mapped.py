@@ -34,6 +34,7 @@ from storesvc_client._chunks.buffers import (
     Buffer,
     BufferLayout,
     Group,
+    RegionArrays,
     Segment,
     plan_buffer_layout,
     plan_part_layout,
@@ -99,17 +100,10 @@ def sample_leaves(
 ) -> list[NDArray[Any]]:
     """Reads regions of leaves by their keys, in their order."""
     rows = {leaf.key: row for row, leaf in enumerate(reader.tree.leaves)}
-    regions: dict[int, dict[Region, None]] = defaultdict(dict)
-    for key, region in wanted:
-        regions[rows[key]][region] = None
-    arrays: dict[tuple[int, Region], NDArray[Any]] = {}
-
-    def keep(buffer: Buffer) -> None:
-        for region, array in zip(buffer.regions, buffer.arrays, strict=True):
-            arrays[buffer.row, region] = array
-
-    reader.read_regions([(row, [*each]) for row, each in regions.items()], keep)
-    return [arrays[rows[key], region] for key, region in wanted]
+    requests = [(rows[key], region) for key, region in wanted]
+    arrays = RegionArrays(requests)
+    reader.read_regions(arrays.wanted, arrays.place)
+    return [arrays[request] for request in requests]
 
 
 class MappedReader(TreeReader):
@@ -363,14 +357,15 @@ class MappedSource:
             for ordinal in ordinals
         }
         groups = {
-            row: min(each.row for each in self._reader.expressions[row].sources())
+            row: min(
+                (x.row for x in self._reader.expressions[row].sources()), default=-1
+            )
             for row in {tree.locate(ordinal)[0] for ordinal in ordinals}
-            if any(True for _ in self._reader.expressions[row].sources())
         }
 
         def find_place(ordinal: int) -> tuple[int, ...]:
             """Returns the place of the first stored chunk that a chunk needs."""
-            group = groups.get(tree.locate(ordinal)[0], -1)
+            group = groups[tree.locate(ordinal)[0]]
             for source, region in needs[ordinal]:
                 grid = self._reader.inner.tree.grids[source.row]
                 return group, source.row, next(grid.covering(region))
@@ -404,19 +399,15 @@ class MappedSource:
             for ordinal in batch
             for region, into in assembly.parts(ordinal)
         ]
-        wanted: dict[int, dict[Region, None]] = defaultdict(dict)
-        for expression, region, _ in parts:
-            for source, needed in expression.requests(region):
-                wanted[source.row][needed] = None
-        arrays: dict[tuple[int, Region], NDArray[Any]] = {}
-
-        def keep(buffer: Buffer) -> None:
-            for region, array in zip(buffer.regions, buffer.arrays, strict=True):
-                arrays[buffer.row, region] = array
-
+        arrays = RegionArrays(
+            (source.row, needed)
+            for expression, region, _ in parts
+            for source, needed in expression.requests(region)
+        )
         meter = Meter("restore", self._reader.name, within=assembly.meter)
-        rows = [(row, [*regions]) for row, regions in wanted.items()]
-        stored = self._reader.inner.plan_reads(rows, keep, meter, assembly.deadline)
+        stored = self._reader.inner.plan_reads(
+            arrays.wanted, arrays.place, meter, assembly.deadline
+        )
         self._read_stored(stored, stored.missing)
         stored.check_complete()
         # 3.

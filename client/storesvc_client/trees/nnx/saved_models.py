@@ -367,7 +367,7 @@ def open_checkpoint(
         view = reader.map(foreign.mapping)
     else:
         opening = get_parts(run).opening(
-            which, distributed=distributed, deadline=deadline, on_damage="raise"
+            which, distributed=distributed, deadline=deadline
         )
         reader = opening.read(migrates=mapping is None)
         view = reader.map_or_migrate(mapping)

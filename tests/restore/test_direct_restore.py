@@ -123,6 +123,38 @@ RESHARDED = {
 }
 
 
+ODD = {str(n): drawn(150 + n, 111) for n in range(40)}
+"""Leaves of 65 to 84 kB, each one chunk; few have a multiple of 64 bytes."""
+
+
+def test_large_chunks_begin_at_cache_lines_of_data_files(direct: store.Client) -> None:
+    run = direct.run("ns/aligned")
+    run.save(1, {"small": np.arange(3), **ODD}).result()
+    opened = run.open(1)
+    places = get_reader(opened).manifest.places
+    large = places.length >= 64 << 10
+    assert 40 == large.sum()
+    assert not (places.offset[large] % 64).any()
+    restored = opened.restore()
+    assert all(np.array_equal(restored[key], ODD[key]) for key in ODD)
+
+
+def test_chunks_at_any_offset_of_a_data_file_are_restored(
+    server: ServerProcess, direct: store.Client
+) -> None:
+    """As a server writes them, back to back."""
+    with store.connect(server.address) as streaming:
+        streaming.run("ns/streamed").save(1, ODD).result()
+    opened = direct.run("ns/streamed").open(1)
+    offsets = get_reader(opened).manifest.places.offset
+    assert 10 < len(np.unique(offsets % 64))
+    restored = opened.restore()
+    assert all(np.array_equal(restored[key], ODD[key]) for key in ODD)
+    report = opened.report
+    assert report
+    assert report.timings["copy"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "target", sampled(RESHARDED.values(), every=3), ids=list(RESHARDED)

@@ -45,7 +45,7 @@ from storesvc.storage import rooted_files
 from storesvc.storage.requests import DISK_SECONDS, LEAST_BYTES_PER_SECOND
 from storesvc.storage.threads import Threads
 from storesvc_client._chunks.buffers import Bytes
-from storesvc_client._chunks.memory import allocate
+from storesvc_client._chunks.memory import ALIGNMENT, allocate
 from storesvc_client._chunks.slabs import parse_frame
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.data_file_reads import (
@@ -346,14 +346,21 @@ class FileSource:
         into, step = assembly.destination(chunk), PIECE_BYTES
         if into is None:
             step = assembly.piece_bytes(chunk, PIECE_BYTES)
+        elif 0 < (into.ctypes.data - read.start) % ALIGNMENT < ALIGNMENT // 2:
+            # Written by a server, or by storesvc 0.2: the kernel takes twice as long to
+            # copy it there as to aligned memory, from where it is copied.
+            into = None
         tail, checksum, meter = bytearray(CHECKSUM_BYTES), 0, assembly.meter
         for at in range(0, size, step):
             end = min(at + step, size)
-            piece = scratch.memory(end - at) if into is None else into[at:end]
+            begin = read.start + at
+            piece = (
+                into[at:end] if into is not None else scratch.memory(begin, end - at)
+            )
             # the stored checksum comes after the elements: read with the last piece
             buffers = [piece.data, memoryview(tail)] if end == size else [piece.data]
             with meter.phase("read"):
-                self._fill(file, buffers, read, read.start + at)
+                self._fill(file, buffers, read, begin)
             with meter.phase("verify"):
                 checksum = crc32c(piece.data, checksum)
             if into is None:
@@ -370,7 +377,7 @@ class FileSource:
     ) -> int:
         """Reads neighbouring chunks into scratch memory and copies them from there;
         returns the bytes handed over."""
-        memory = scratch.memory(read.stop - read.start)
+        memory = scratch.memory(read.start, read.stop - read.start)
         with assembly.meter.phase("read"):
             self._fill(file, [memory.data], read, read.start)
         return unpack(read, memory, assembly, partial(self._again, file, read))
@@ -443,11 +450,12 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._memory = allocate(0)
 
-    def memory(self, size_bytes: int) -> Bytes:
-        """Returns scratch memory; invalidates what was returned before."""
-        if len(self._memory) < size_bytes:
-            self._memory = allocate(size_bytes)
-        return self._memory[:size_bytes]
+    def memory(self, start: int, size_bytes: int) -> Bytes:
+        """Returns scratch memory for bytes of a file from an offset on, aligned as they
+        are in pages of the file; invalidates what was returned before."""
+        if len(self._memory) < size_bytes + ALIGNMENT:
+            self._memory = allocate(size_bytes + ALIGNMENT)
+        return self._memory[start % ALIGNMENT :][:size_bytes]
 
 
 PROCESSORS: Final = min(os.cpu_count() or 1, 8)

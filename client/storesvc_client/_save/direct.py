@@ -9,7 +9,9 @@ that it knows a chunk that a power cut cannot take away:
 3. Queue its chunk table, which then goes to the server, together with the tables of
    other files of the next two seconds; the last ones with the commit.
 
-In a directory, parts are written to a file as they come. A bucket writes an object as a
+In a directory, parts are written to a file as they come. Large chunks begin at
+multiples of a cache line, as they do in memory: otherwise some processors take three
+times as long to copy them (``rep movsb`` in the kernel). A bucket writes an object as a
 whole, so each object is first assembled: it refers to its slabs, which return to the
 staging pool once it is stored, and has a copy of small parts. So objects need little
 memory of their own, whatever their size, which grows with the save.
@@ -41,6 +43,7 @@ from storesvc.format.chunks import (
 )
 from storesvc.storage import rooted_files
 from storesvc.storage.threads import Threads
+from storesvc_client._chunks.memory import ALIGNMENT
 from storesvc_client._chunks.slabs import (
     PIECE_BYTES,
     SLAB_BYTES,
@@ -100,6 +103,10 @@ class Pool(Protocol):
     def is_idle(self) -> bool:
         """True if no file is on its way whose slabs will be given back."""
 
+    @property
+    def alignment(self) -> int:
+        """Large chunks begin at multiples of so many bytes in a file."""
+
     def is_full(self, file: Any) -> bool:
         """Returns whether a file has the size at which the next one starts."""
 
@@ -130,6 +137,7 @@ class FilePool:
     threads = FILE_THREADS
     refers = False
     is_idle = True
+    alignment = ALIGNMENT
 
     def __init__(self, root: Path, pool: str) -> None:
         """Creates a pool below a root, whose data files begin with `pool`."""
@@ -335,6 +343,8 @@ class _InFlightBudget:
 
 class BucketPool:
     """The data files of a run in a bucket; see ``Pool``."""
+
+    alignment = 1
 
     def __init__(
         self,
@@ -564,6 +574,9 @@ class DirectWriter:
             self._meter.add(size)
 
         for ordinal, length, stored in filled.stored(self._sums, self._meter):
+            if length >= REFERRED_BYTES:
+                parts.append(memoryview(bytes(-at % self._pool.alignment)))
+                at += len(parts[-1])
             rows.append((ordinal, at, length))
             at += length
             for part in stored:

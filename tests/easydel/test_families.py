@@ -1,4 +1,4 @@
-"""Tables of families take models of transformers to EasyDeL and back."""
+"""Tables of families take models of transformers to EasyDeL and MaxText, and back."""
 
 import os
 import subprocess
@@ -13,11 +13,19 @@ NAMES = [*MODELS]
 
 @pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["even", "odd"])
 def test_logits_are_those_of_transformers_both_ways(names: list[str]) -> None:
-    """In a process with one device, as transformers has it."""
+    run("tests.easydel.families", *names)
+
+
+def test_logits_of_the_tree_of_maxtext_are_those_of_transformers() -> None:
+    run("tests.easydel.maxtext")
+
+
+def run(module: str, *names: str) -> None:
+    """Runs a module in a process with one device, as transformers has it."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.easydel.families", *names],
+        [sys.executable, "-m", module, *names],
         env=environment,
         capture_output=True,
         text=True,

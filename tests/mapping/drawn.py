@@ -133,7 +133,7 @@ def draw_change(random: Random, array: Array) -> tuple[dict[str, Any], Array] | 
     axis = random.randrange(rank) if rank else 0
     along = array.shape[axis] if rank else 0
     name = random.choice(
-        ["transpose", "reshape", "slice", "pad", "repeat", "cast", "heads"]
+        ["transpose", "reshape", "axes", "slice", "pad", "repeat", "cast", "heads"]
     )
     if name == "transpose":
         axes = random.sample(range(rank), rank)
@@ -141,6 +141,14 @@ def draw_change(random: Random, array: Array) -> tuple[dict[str, Any], Array] | 
     if name == "reshape" and size:
         shape = draw_shape(random, size)
         return {name: shape}, array.reshape(shape)
+    if name == "axes" and size and rank:
+        end = random.randint(axis + 1, rank)
+        sizes = draw_shape(random, math.prod(array.shape[axis:end])) or [1]
+        shape = [*array.shape[:axis], *sizes, *array.shape[end:]]
+        sizes[random.randrange(len(sizes))] = -1
+        first = random.choice([axis, axis - rank])
+        given = {"axis": first, "count": end - axis, "sizes": sizes}
+        return {"reshape_axes": given}, array.reshape(shape)
     if name == "cast":
         return {name: "float64"}, array.astype(np.float64)
     if not along or size > 2_000:

@@ -124,6 +124,12 @@ def test_an_absent_layer_and_an_absent_part_are_named() -> None:
         ({"reshape": [5, -1]}, r"a shape of 24 elements, .* got \[5, -1\]"),
         ({"reshape": [-1, -1]}, r"at most one -1"),
         ({"reshape": [2**61, 2**61]}, r"a shape of 24 elements"),
+        ({"reshape_axes": {"axis": 1, "sizes": [4, -1]}}, r"got \[4, 4, -1\]"),
+        ({"reshape_axes": {"axis": 2, "sizes": [6]}}, r"an axis of the shape \[4, 6"),
+        (
+            {"reshape_axes": {"axis": -1, "count": 2, "sizes": [6]}},
+            r"a count of at most 1 for axis 1 of the shape \[4, 6\], got 2",
+        ),
         ({"slice": {"axis": 2, "start": 0, "stop": 1}}, r"an axis of the shape \[4, 6"),
         ({"slice": {"axis": 0, "start": 3, "stop": 9}}, r"stop <= 4, the size of"),
         ({"pad": {"axis": 0, "size": 2**60, "value": 0}}, "at most .* elements"),

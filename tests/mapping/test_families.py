@@ -1,10 +1,12 @@
 """Tables of families, and the operations that they need; tests/easydel has models."""
 
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import storesvc_client as store
 from storesvc_client._mapping.families import list_tables, load_table
@@ -12,14 +14,18 @@ from storesvc_client._mapping.planning import plan_mapping
 from tests.mapping.drawn import build_all, describe_tree, plan
 from tests.mapping.test_inverses import check_turn
 
+Arrays = dict[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
 HEAD = "graphstate/lm_head/kernel/value"
 UP = "graphstate/model/layers/{}mlp/experts/up_proj/kernel/value"
 
 
 @pytest.mark.parametrize("name", list_tables())
 def test_each_table_has_a_way_back_in_each_form(name: str) -> None:
+    size = "-head_dim=2" if "maxtext" in name else ""
     for words in product(["", "-tied"], ["", "-scanned"]):
-        there = load_table(name + "".join(words))
+        there = load_table(name + "".join(words) + size)
         back = load_table(f"{there.name}-inverse")
 
         made = {str(key) for rule in back.rules for key in rule.targets}
@@ -32,28 +38,32 @@ def test_each_table_has_a_way_back_in_each_form(name: str) -> None:
         )
 
 
-def make_model(heads: int = 1) -> dict[str, Any]:
-    """Returns the arrays of a model with two layers, with other numbers in each."""
+QWEN: dict[str, tuple[int, ...]] = {
+    "input_layernorm/weight": (4,),
+    "self_attn/q_proj/weight": (6, 4),
+    "mlp/gate/weight": (3, 4),
+    **{f"mlp/experts/{n}/up_proj/weight": (5, 4) for n in range(3)},
+    **{f"self_attn/{name}_norm/weight": (2,) for name in "qk"},
+}
+"""Shapes of a layer."""
+
+
+def make_model(heads: int = 1, layers: int = 2, shapes: Shapes = QWEN) -> Arrays:
+    """Returns the arrays of a model, with other numbers in each."""
     random = np.random.default_rng(heads)
-    layer = {
-        "input_layernorm/weight": (4,),
-        "self_attn/q_proj/weight": (6, 4),
-        "mlp/gate/weight": (3, 4),
-    }
-    experts = {f"mlp/experts/{n}/up_proj/weight": (5, 4) for n in range(3)}
-    norms = {f"self_attn/{name}_norm/weight": (2,) for name in "qk"}
-    shapes = {
+    all_shapes = {
         "model/embed_tokens/weight": (9, 4),
         "model/norm/weight": (4,),
         **({"lm_head/weight": (9, 4)} if heads else {}),
         **{
             f"model/layers/{n}/{key}": shape
-            for n in range(2)
-            for key, shape in {**layer, **experts, **norms}.items()
+            for n in range(layers)
+            for key, shape in shapes.items()
         },
     }
     return {
-        key: random.standard_normal(shape, np.float32) for key, shape in shapes.items()
+        key: random.standard_normal(shape, np.float32)
+        for key, shape in all_shapes.items()
     }
 
 
@@ -84,7 +94,7 @@ def test_a_table_and_its_inverse_return_every_bit(words: str) -> None:
     up = np.stack([model[each].T for each in names])
     found = made[UP.format("")][1] if "scanned" in words else made[UP.format("1/")]
     np.testing.assert_array_equal(up, found)
-    head = model.get("lm_head/weight", model["model/embed_tokens/weight"])
+    head = model["model/embed_tokens/weight" if "tied" in words else "lm_head/weight"]
     np.testing.assert_array_equal(head.T, made[HEAD])
 
 
@@ -92,6 +102,129 @@ def test_a_name_that_no_table_has_is_rejected_with_all_names() -> None:
     for name in ("lama", "llama-inverted", "", "../llama"):
         with pytest.raises(store.InvalidRequestError, match=r"llama, .*-scanned"):
             load_table(name)
+
+
+LAYERS = "params/params/decoder/layers"
+ATTENTION: dict[str, tuple[int, ...]] = {
+    "self_attn/q_proj/weight": (6, 4),
+    "self_attn/k_proj/weight": (2, 4),
+    "self_attn/v_proj/weight": (2, 4),
+    "self_attn/o_proj/weight": (4, 6),
+    "input_layernorm/weight": (4,),
+    "post_attention_layernorm/weight": (4,),
+}
+QWEN_MAXTEXT = {
+    **QWEN,
+    **ATTENTION,
+    **{f"mlp/experts/{n}/gate_proj/weight": (5, 4) for n in range(3)},
+    **{f"mlp/experts/{n}/down_proj/weight": (4, 5) for n in range(3)},
+}
+GPT_OSS = {
+    **ATTENTION,
+    "self_attn/q_proj/bias": (6,),
+    "self_attn/k_proj/bias": (2,),
+    "self_attn/v_proj/bias": (2,),
+    "self_attn/o_proj/bias": (4,),
+    "self_attn/sinks": (3,),
+    "mlp/router/weight": (3, 4),
+    "mlp/router/bias": (3,),
+    "mlp/experts/gate_up_proj": (3, 4, 10),
+    "mlp/experts/gate_up_proj_bias": (3, 10),
+    "mlp/experts/down_proj": (3, 5, 4),
+    "mlp/experts/down_proj_bias": (3, 4),
+}
+
+
+def map_model(table: str, model: Arrays) -> Arrays:
+    """Returns the leaves that a table makes."""
+    return build_all(
+        plan_mapping(load_table(table), describe_tree(model), name="files"), model
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "shapes"),
+    [("qwen3_moe-maxtext", QWEN_MAXTEXT), ("gpt_oss-maxtext", GPT_OSS)],
+)
+@pytest.mark.parametrize("words", ["", "-tied", "-scanned", "-tied-scanned"])
+def test_a_table_of_maxtext_and_its_inverse_return_every_bit(
+    table: str, shapes: Shapes, words: str
+) -> None:
+    model = make_model("tied" not in words, 4, shapes)
+    name = f"{table}{words}"
+
+    made = map_model(f"{name}-head_dim=2", model)
+    assert (f"{LAYERS.removesuffix('layers')}logits_dense/kernel" in made) == (
+        "tied" not in words
+    )
+    state = {
+        **made,
+        "step": np.int32(3),
+        "opt_state/mu/decoder/decoder_norm/scale": np.ones(4),
+        "nnx_aux/rngs/count": np.uint32(1),
+    }
+    for back in (f"{name}-inverse", f"{name}-inverse-head_dim=2"):
+        found = map_model(back, state)
+
+        assert model.keys() == found.keys()
+        for key, array in model.items():
+            np.testing.assert_array_equal(array, found[key])
+
+
+def test_kernels_of_maxtext_have_an_axis_of_heads_and_one_of_layers() -> None:
+    model = make_model(shapes=QWEN_MAXTEXT)
+    made = map_model("qwen3_moe-maxtext-scanned-head_dim=2", model)
+
+    def take(key: str, *shape: int) -> list[NDArray[Any]]:
+        arrays = (model[f"model/layers/{n}/{key}/weight"] for n in range(2))
+        return [each.T.reshape(shape) for each in arrays]
+
+    for key, expected in {
+        "self_attention/query/kernel": np.stack(take("self_attn/q_proj", 4, 3, 2), 1),
+        "self_attention/out/kernel": np.stack(take("self_attn/o_proj", 3, 2, 4), 1),
+        "moe_block/wo": np.stack(
+            [take(f"mlp/experts/{n}/down_proj", 5, 4) for n in range(3)]
+        ),
+    }.items():
+        np.testing.assert_array_equal(expected, made[f"{LAYERS}/{key}"])
+
+
+def test_layers_of_gpt_oss_are_scanned_in_pairs() -> None:
+    model = make_model(layers=4, shapes=GPT_OSS)
+    made = map_model("gpt_oss-maxtext-scanned-head_dim=2", model)
+
+    both = (model[f"model/layers/{n}/mlp/experts/gate_up_proj"] for n in (1, 3))
+    np.testing.assert_array_equal(
+        np.stack([each[..., 1::2] for each in both], 1),
+        made[f"{LAYERS}/layers_1/GptOssMlp/wi_1"],
+    )
+
+
+def test_another_size_of_a_head_than_the_model_has_is_rejected() -> None:
+    tree = describe_tree(make_model(shapes=QWEN_MAXTEXT))
+
+    for size in (1, 3):
+        with pytest.raises(store.MismatchError, match=rf"layer = 0: .* got \[{size}\]"):
+            plan_mapping(
+                load_table(f"qwen3_moe-maxtext-head_dim={size}"), tree, name="files"
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3-maxtext", "'qwen3-maxtext-head_dim=128'; got 'qwen3-maxtext'"),
+        ("llama-maxtext-head_dim=64", "qwen3-maxtext, .* -head_dim=N behind"),
+        ("qwen3-head_dim=64", "-head_dim=N behind one of maxtext; got 'qwen3-head"),
+        ("qwen3-maxtext-head_dim=0", "-head_dim=N behind one"),
+        ("qwen3-maxtext-head_dim=8-head_dim=4", "-head_dim=N behind one"),
+    ],
+)
+def test_a_size_of_a_head_is_given_once_and_to_maxtext_only(
+    name: str, expected: str
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match=expected):
+        load_table(name)
 
 
 def test_a_table_has_no_way_back_from_layers_that_differ() -> None:

@@ -11,6 +11,7 @@ same for every tree.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, TypeAlias
@@ -167,6 +168,20 @@ def _reshape(_: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
     yield {"reshape": list(_agree(shapes, "shapes"))}
 
 
+def _reshape_axes(
+    given: Mapping[str, Any], before: Streams
+) -> Iterator[dict[str, Any]]:
+    axis, count, sizes = given["axis"], given.get("count", 1), given["sizes"]
+    if count == 1:  # whatever the tree
+        whole = [-1] if -1 in sizes else [math.prod(sizes)]
+    else:
+        shapes = (each.shape[axis:][:count] for each in _list_arrays(before))
+        whole = _agree(shapes, "shapes")
+    first = axis if axis >= 0 else axis + count - len(sizes)
+    back = {"axis": first, "count": len(sizes), "sizes": [*whole]}
+    yield {"reshape_axes": back}
+
+
 def _cast(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
     dtype = _agree((each.dtype for each in _list_arrays(before)), "dtypes")
     # NumPy takes casts between the small dtypes for safe
@@ -215,6 +230,7 @@ def _permute_heads(given: Mapping[str, Any], _: Streams) -> Iterator[dict[str, A
 _INVERSES: Final[Mapping[str, Inverse]] = {
     "transpose": _transpose,
     "reshape": _reshape,
+    "reshape_axes": _reshape_axes,
     "cast": _cast,
     "slice": _slice,
     "pad": _pad,

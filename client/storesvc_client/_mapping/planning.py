@@ -508,6 +508,20 @@ def _deinterleave(inner: Expression, *, axis: int, parts: int) -> Iterable[Expre
     return [Slice.take(divided, at + 1, index) for index in range(parts)]
 
 
+def _reshape_axes(
+    inner: Expression, axis: int, sizes: Sequence[int], count: int = 1
+) -> Expression:
+    """Changes the sizes of neighbouring axes, and leaves the others as they are."""
+    axis = check_axis("reshape_axes", inner, axis)
+    shape = inner.shape
+    if axis + count > len(shape):
+        raise ValueError(
+            f"reshape_axes: expected a count of at most {len(shape) - axis} for axis "
+            f"{axis} of the shape {list(shape)}, got {count}"
+        )
+    return Reshape.make(inner, (*shape[:axis], *sizes, *shape[axis + count :]))
+
+
 def _permute_heads(inner: Expression, given: Mapping[str, Any]) -> Expression:
     """Changes the order of rotary dimensions within each head: two halves, or pairs."""
     axis, heads = check_axis("permute_heads", inner, given["axis"]), given["heads"]
@@ -533,6 +547,7 @@ _OPERATIONS: Final[
     # each array by itself
     "transpose": lambda arrays, given: [Transpose.make(x, given[""]) for x in arrays],
     "reshape": lambda arrays, given: [Reshape.make(x, given[""]) for x in arrays],
+    "reshape_axes": lambda arrays, given: [_reshape_axes(x, **given) for x in arrays],
     "cast": lambda arrays, given: [Cast.make(x, given[""]) for x in arrays],
     "slice": lambda arrays, given: [Slice.make(x, **given) for x in arrays],
     "pad": lambda arrays, given: [Join.pad(x, **given) for x in arrays],

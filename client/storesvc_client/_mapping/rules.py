@@ -76,8 +76,16 @@ def _are_integers(value: Any) -> bool:
 _FLAG: Final = Check("true or false", lambda value: isinstance(value, bool))
 _INTEGER: Final = Check("an integer", _is_integer)
 _INTEGERS: Final = Check("a list of integers", _are_integers)
+_NEW_SIZES: Final = Check(
+    "a list of at least one integer", lambda value: _are_integers(value) and value
+)
 _SIZES: Final = Check(
     "a list of sizes", lambda value: _are_integers(value) and min([0, *value]) == 0
+)
+_AXES: Final = Check(
+    "an integer from 1 to 1000",
+    lambda value: _is_integer(value) and 1 <= value <= MAX_LISTED,
+    is_required=False,
 )
 _PARTS: Final = Check(
     "an integer from 2 to 1000",
@@ -99,6 +107,7 @@ _LAYOUT: Final = Check(
 OPERATIONS: Final[Mapping[str, Check | Mapping[str, Check]]] = {
     "transpose": _INTEGERS,
     "reshape": _INTEGERS,
+    "reshape_axes": {"axis": _INTEGER, "count": _AXES, "sizes": _NEW_SIZES},
     "cast": _DTYPE,
     "slice": {"axis": _INTEGER, "start": _INTEGER, "stop": _INTEGER},
     "pad": {"axis": _INTEGER, "size": _INTEGER, "value": _NUMBER},

@@ -147,7 +147,7 @@ def collect(
                 return
 
 
-class _Group:
+class Group:
     """Something that a run has, such as its tags."""
 
     def __init__(self, stub: RunStub) -> None:
@@ -157,7 +157,7 @@ class _Group:
         return f"<{type(self).__name__} of {self._stub.name}>"
 
 
-class Holds(_Group):
+class Holds(Group):
     """The holds of a run; ``run.holds``.
 
     Restores and reads hold their checkpoint by themselves. Create a hold for a
@@ -412,7 +412,7 @@ APPLY_SECONDS: Final = 3600.0
 """Timeout of a call that applies a policy; it may delete thousands of checkpoints."""
 
 
-class Retention(_Group):
+class Retention(Group):
     """The retention policy of a run; ``run.retention``.
 
     >>> policy = KeepLatest(3) | KeepEvery(steps=10_000)
@@ -511,7 +511,7 @@ class Retention(_Group):
                 yield from map(partial(read_message, RetentionDecision), page.decisions)
 
 
-class Tags(_Group):
+class Tags(Group):
     """The tags of a run; ``run.tags``.
 
     A checkpoint with a tag is neither deleted nor dropped by a retention policy. A tag
@@ -591,7 +591,7 @@ class Tags(_Group):
         yield from map(Tag.from_message, found)
 
 
-class Uploads(_Group):
+class Uploads(Group):
     """The uploads of a run; ``run.uploads``.
 
     >>> [upload.step for upload in run.uploads.list()]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from storesvc.format.names import Which
-from storesvc_client._api.groups import get_run, update_run
+from storesvc_client._api.groups import Group, get_run, update_run
 from storesvc_client._api.opening import Opening
 from storesvc_client._rpc.connection import RunStub
 from storesvc_client._session import Session
@@ -28,7 +28,7 @@ Listed: TypeAlias = "list[Migration]"
 """Within the class, ``list`` is a function."""
 
 
-class Migrations:
+class Migrations(Group):
     """The migrations of a run; ``run.migrations``.
 
     Rules by which older checkpoints are restored into today's code: ``Run.restore``,
@@ -41,11 +41,8 @@ class Migrations:
     """
 
     def __init__(self, session: Session, stub: RunStub) -> None:
+        super().__init__(stub)
         self._session = session
-        self._stub = stub
-
-    def __repr__(self) -> str:
-        return f"<Migrations of {self._stub.name}>"
 
     def list(self) -> "Listed":
         """Returns the migrations, in the order in which they are applied.

@@ -40,6 +40,7 @@ from storesvc_client._telemetry.progress import ProgressCallback
 from storesvc_client._telemetry.reports import SaveTrace, WriterReport
 from storesvc_client._values.arguments import (
     DurationLike,
+    checked_choice,
     checked_labels,
     checked_text,
     duration_message,
@@ -989,10 +990,7 @@ class Run:
             raise InvalidRequestError(
                 f"{place}: expected the name of a metric, got {metric!r}"
             )
-        if axis not in ("step", "time"):
-            raise InvalidRequestError(
-                f"{place}: expected axis= 'step' or 'time', got {axis!r}"
-            )
+        checked_choice(f"{place}: axis=", axis, Literal["step", "time"])
         drawing = timeline(
             [*self.checkpoints(), *self.checkpoints(deleted=True)],
             tags=self.tags.list(),

@@ -81,7 +81,6 @@ class Source:
     """Rows of the selected leaves, ascending."""
     is_whole: bool
     """True if all leaves are selected; items are exported with them."""
-    items: Mapping[str, Any]
     containers: Sequence[Container]
     """The selected containers that no leaf shows."""
     read: ReadRegions

@@ -49,15 +49,6 @@ _EXPRESSIONS: Final = {
 where a separator follows it."""
 
 
-_DIGITS: Final = "\ue000"
-"""Stands for an integer, ..."""
-_PIECE: Final = "\ue001"
-"""... and this for another placeholder, in a text behind a piece."""
-
-_UNCERTAIN: Final = re.compile(f"[^/.]*?(?:{_PIECE}|(?:\\A|[0-9]){_DIGITS})")
-"""Text behind a piece whose end is not certain."""
-
-
 @dataclass(frozen=True, slots=True)
 class Placeholder:
     """A part of a template that stands for a text or an integer."""
@@ -173,17 +164,18 @@ class Template:
         # A piece has one end if up to the next separator there are only texts, and
         # integers behind a text that does not end with a digit: then all of them have
         # their places from the end of that part of the key on.
-        tail = ""
+        before = ""
         for each in rest:
-            if isinstance(each, str):
-                tail += each
-            else:
-                tail += _DIGITS if each.kind == INTEGER else _PIECE
-        if _UNCERTAIN.match(tail):
-            return (
-                "text or an integer up to the next '/' or '.'",
-                str(Template(tuple(rest)))[:40],
-            )
+            if isinstance(each, Placeholder):
+                follows_text = before and before[-1] not in "0123456789"
+                if each.kind != INTEGER or not follows_text:
+                    return (
+                        "text or an integer up to the next '/' or '.'",
+                        str(Template(tuple(rest)))[:40],
+                    )
+            elif not {"/", "."}.isdisjoint(each):
+                return None
+            before = str(each)
         return None
 
     @cached_property

@@ -261,7 +261,6 @@ class CheckpointReader(TreeReader):
             tree=view.tree,
             rows=view.select_rows(select),
             is_whole=select is None,
-            items=self.items,
             containers=view.select_containers(select),
             read=view.read_regions,
             places=view.manifest.places,

@@ -12,7 +12,7 @@ from typing import Final
 
 from storesvc.format.keys import parse_item_key
 from storesvc_client._export.elements import Source
-from storesvc_client._export.safetensors import Tensor, make_tensor, read_tensors
+from storesvc_client._export.safetensors import TensorFile, make_tensor, read_tensors
 from storesvc_client._export.target import COPY_BYTES, Target, translate_os_errors
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.messages import UNKNOWN
@@ -66,8 +66,8 @@ class ModelFile:
                 file.write(piece)
 
 
-def find_item_files(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """Yields the items that are files by the names of these."""
+def find_item_files(source: Source) -> Iterator[TensorFile]:
+    """Yields the items that are files; each is the only tensor of its file."""
     tree = source.tree
     for row in range(tree.tree_count, len(tree.leaves)):
         leaf = tree.leaves[row]
@@ -79,20 +79,21 @@ def find_item_files(source: Source) -> Iterator[tuple[str, Tensor]]:
         if kind == "json" or name == "config":
             # names of items have no underscores, but files of Hugging Face do
             file = f"{name.replace('-', '_')}.json"
-        yield file, make_tensor(row, leaf, name=name, dtype="uint8")
+        tensor = make_tensor(row, leaf, name=name, dtype="uint8")
+        yield TensorFile(name=file, tensors=(tensor,))
 
 
 def read_items(source: Source, meter: Meter) -> dict[str, ModelFile]:
     """Returns the items that are files, by the names of the items; reads nothing."""
 
-    def make(file: str, item: Tensor) -> ModelFile:
+    def make(file: TensorFile) -> ModelFile:
         def read() -> Iterator[bytes | memoryview]:
-            for _, pieces in read_tensors(source, [item], meter):
+            for _, pieces in read_tensors(source, file.tensors, meter):
                 yield from pieces
 
-        return ModelFile(name=file, size_bytes=item.size_bytes, read=read)
+        return ModelFile(name=file.name, size_bytes=file.size_bytes, read=read)
 
-    return {item.name: make(file, item) for file, item in find_item_files(source)}
+    return {file.tensors[0].name: make(file) for file in find_item_files(source)}
 
 
 def read_folder(folder: str | Path, place: str) -> list[ModelFile]:

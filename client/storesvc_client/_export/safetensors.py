@@ -35,9 +35,11 @@ import math
 import re
 import struct
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -94,6 +96,28 @@ class Tensor:
     def size_bytes(self) -> int:
         """Bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TensorFile:
+    """A file: a header, then the elements of tensors."""
+
+    name: str
+    header: bytes = b""
+    """Bytes before the first tensor."""
+    tensors: Sequence[Tensor] = ()
+    """In the order of their elements."""
+
+    @cached_property
+    def offsets(self) -> Sequence[int]:
+        """Offset of each tensor, and of the end."""
+        sizes = (tensor.size_bytes for tensor in self.tensors)
+        return [*accumulate(sizes, initial=len(self.header))]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.offsets[-1]
 
 
 def exported_dtype(leaf: Leaf, cast: str | None) -> str:
@@ -329,19 +353,6 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
 
 
-def index_bytes(shards: Mapping[str, Sequence[Tensor]]) -> bytes:
-    """Returns the index of an export of several files."""
-    weight_map = {
-        tensor.name: file for file, tensors in shards.items() for tensor in tensors
-    }
-    total = sum(t.size_bytes for tensors in shards.values() for t in tensors)
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    return json.dumps(index, indent=2).encode() + b"\n"
-
-
 MAX_SHARD_BYTES: Final = 5_000_000_000
 """Default maximum of the bytes of elements in a file: that of Hugging Face's hub."""
 
@@ -351,21 +362,6 @@ PROGRESS_FILE: Final = ".storesvc-export.json"
 """File that records the complete shards of an unfinished export."""
 
 _MAX_PROGRESS_BYTES: Final = 64 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """A file of safetensors: its header and its tensors."""
-
-    name: str
-    tensors: Sequence[Tensor]
-    """In the order of their elements."""
-    header: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the file."""
-        return len(self.header) + sum(tensor.size_bytes for tensor in self.tensors)
 
 
 def is_file_target(where: str) -> bool:
@@ -389,24 +385,22 @@ def write_safetensors(call: ExportCall, files: Sequence["ModelFile"]) -> Written
             f"a shard, for one file, got {size}; give a folder as the target"
         )
     if single:
-        shards = [make_shard(source, single, tensors)]
+        written = [make_shard(source, single, tensors)]
     else:
-        shards = cut_shards(source, tensors, most or MAX_SHARD_BYTES)
-    final = single or (SINGLE if len(shards) == 1 else INDEX)
-    for name in (final,) if single else (SINGLE, INDEX):
+        written = cut_shards(source, tensors, most or MAX_SHARD_BYTES)
+    for name in (single,) if single else (SINGLE, INDEX):
         if target.size(name) is not None:
             raise PreconditionError(
                 f"{target.url}/{name} exists; remove it, or choose another target"
             )
     for file in [file for file in files if not file.is_written(target)]:
         file.write(target)
-    meter.total_bytes = sum(shard.size_bytes for shard in shards)
-    if len(shards) == 1:
-        _write(source, target, shards[0], meter)
+    meter.total_bytes = sum(each.size_bytes for each in written)
+    if len(written) == 1:
+        _write(source, target, written[0], meter)
     else:
-        _write_all(source, target, shards, meter)
-    names = [shard.name for shard in shards] + ([INDEX] if len(shards) > 1 else [])
-    names += [file.name for file in files]
+        _write_all(source, target, written, meter)
+    names = [each.name for each in written] + [each.name for each in files]
     return Written(files=tuple(names), size_bytes=size)
 
 
@@ -419,19 +413,27 @@ def plan_safetensors(source: Source, *, cast: str | None = None) -> list[Tensor]
 
 def cut_shards(
     source: Source, tensors: Sequence[Tensor], limit_bytes: int
-) -> list[Shard]:
-    """Returns the files of a folder; each has at most ``limit_bytes`` of elements,
-    unless one tensor has more."""
-    parts: Sequence[Sequence[Tensor]] = [tensors]
-    if tensors:
-        parts = [*cut_batches(tensors, lambda tensor: tensor.size_bytes, limit_bytes)]
+) -> list[TensorFile]:
+    """Returns the files of a folder: shards, and then their index if there are several.
+    Each has at most ``limit_bytes`` of elements, unless one tensor has more."""
+    parts = [*cut_batches(tensors, lambda tensor: tensor.size_bytes, limit_bytes)]
+    parts = parts or [[]]
     names = shard_names(len(parts))
-    return [
+    shards = [
         make_shard(source, name, part) for name, part in zip(names, parts, strict=True)
     ]
+    if len(shards) == 1:
+        return shards
+    files = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    index = {
+        "metadata": {"total_size": sum(tensor.size_bytes for tensor in tensors)},
+        "weight_map": dict(sorted(files.items())),
+    }
+    text = json.dumps(index, indent=2).encode() + b"\n"
+    return [*shards, TensorFile(name=INDEX, header=text)]
 
 
-def make_shard(source: Source, name: str, tensors: Sequence[Tensor]) -> Shard:
+def make_shard(source: Source, name: str, tensors: Sequence[Tensor]) -> TensorFile:
     """Returns a file; reads nothing."""
     place = f"export of {source.name}: {name}"
     metadata = {"format": "pt", "storesvc.checkpoint": source.name}
@@ -462,13 +464,14 @@ def make_shard(source: Source, name: str, tensors: Sequence[Tensor]) -> Shard:
             f"{len(text)}; write smaller files with max_shard_bytes="
         )
     data = struct.pack("<Q", len(text)) + text
-    return Shard(name=name, tensors=ordered, header=data)
+    return TensorFile(name=name, tensors=ordered, header=data)
 
 
 def _write_all(
-    source: Source, target: Target, shards: Sequence[Shard], meter: Meter
+    source: Source, target: Target, files: Sequence[TensorFile], meter: Meter
 ) -> None:
     """Writes shards that are not complete, then the index."""
+    *shards, index = files
     plan = digest(b"".join(shard.header for shard in shards)).hex()
     complete = _complete(target, plan)
     for shard in shards:
@@ -479,24 +482,23 @@ def _write_all(
         record = {"plan": plan, "complete": complete}
         with target.create(PROGRESS_FILE) as file:
             file.write(json.dumps(record).encode())
-    with target.create(INDEX) as file:
-        file.write(index_bytes({shard.name: shard.tensors for shard in shards}))
+    _write(source, target, index, meter)
     target.remove(PROGRESS_FILE)
 
 
-def _write(source: Source, target: Target, shard: Shard, meter: Meter) -> str:
-    """Writes a shard; returns the digest of its bytes, in hexadecimal."""
+def _write(source: Source, target: Target, file: TensorFile, meter: Meter) -> str:
+    """Writes a file; returns the digest of its bytes, in hexadecimal."""
     hasher = Hasher()
-    with target.create(shard.name) as file:
+    with target.create(file.name) as opened:
 
         def append(data: bytes | memoryview) -> None:
             with meter.phase("write"):
-                file.write(data)
+                opened.write(data)
             hasher.add(data)
             meter.add(len(data))
 
-        append(shard.header)
-        for _, pieces in read_tensors(source, shard.tensors, meter):
+        append(file.header)
+        for _, pieces in read_tensors(source, file.tensors, meter):
             for piece in pieces:
                 append(piece)
                 del piece  # before the next one takes memory
@@ -518,7 +520,7 @@ def _complete(target: Target, plan: str) -> dict[str, str]:
     return {}
 
 
-def _is_complete(target: Target, shard: Shard, expected: str | None) -> bool:
+def _is_complete(target: Target, shard: TensorFile, expected: str | None) -> bool:
     """Returns whether the target has a shard with the expected digest."""
     if expected is None or target.size(shard.name) != shard.size_bytes:
         return False

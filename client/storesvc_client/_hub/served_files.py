@@ -11,10 +11,8 @@ steps:
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import Final, NamedTuple
 
 from storesvc.format.checksums import digest
@@ -28,10 +26,9 @@ from storesvc_client._export.elements import (
 )
 from storesvc_client._export.model_files import find_item_files
 from storesvc_client._export.safetensors import (
-    INDEX,
     Tensor,
+    TensorFile,
     cut_shards,
-    index_bytes,
     plan_safetensors,
 )
 from storesvc_client._telemetry.progress import Meter
@@ -46,27 +43,11 @@ would read each chunk several times."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ServedFile:
+class ServedFile(TensorFile):
     """A file of a repository."""
 
-    name: str
-    header: bytes
-    """Bytes before the first tensor."""
-    tensors: Sequence[Tensor]
-    """Tensors in the order of their elements."""
     tag: str
     """Digest of what the bytes depend on, in hexadecimal: the ETag without quotes."""
-
-    @cached_property
-    def offsets(self) -> Sequence[int]:
-        """Offset of each tensor, and of the end."""
-        sizes = (tensor.size_bytes for tensor in self.tensors)
-        return [*accumulate(sizes, initial=len(self.header))]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the file."""
-        return self.offsets[-1]
 
 
 def make_files(
@@ -83,19 +64,15 @@ def make_files(
         PreconditionError: A leaf is none that safetensors holds, or two have one name.
     """
     shards = cut_shards(source, plan_safetensors(source), shard_bytes)
-    found = [(shard.name, shard.header, shard.tensors) for shard in shards]
-    if len(shards) > 1:
-        index = index_bytes({shard.name: shard.tensors for shard in shards})
-        found.append((INDEX, index, ()))
-    found += [(name, b"", (item,)) for name, item in find_item_files(source)]
+    found = [*shards, *find_item_files(source)]
     return {
-        name: ServedFile(
-            name=name,
-            header=header,
-            tensors=tensors,
-            tag=digest(f"{commit} {name} ".encode() + header).hex(),
+        file.name: ServedFile(
+            name=file.name,
+            header=file.header,
+            tensors=file.tensors,
+            tag=digest(f"{commit} {file.name} ".encode() + file.header).hex(),
         )
-        for name, header, tensors in sorted(found, key=lambda each: each[0])
+        for file in sorted(found, key=lambda each: each.name)
     }
 
 

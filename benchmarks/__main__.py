@@ -17,6 +17,7 @@ OTHERS: Final = {
     "inspections": "how long looking at a checkpoint takes",
     "lent": "the clients of buckets with and without lent credentials",
     "loop": "the time that a training loop adds to a step that is not saved",
+    "mapped_floors": "reads whose bytes are not one range of memory, with nothing else",
     "mapped_memory": "the memory of mapped restores, exports, imports and files",
     "memory": "the server's memory while a tree is saved and restored",
     "mounts": "restores from a checkpoint of Orbax, by this store and by Orbax",

@@ -1,0 +1,164 @@
+"""Measures what a restore costs at least where its bytes are not one range of memory.
+
+    python -m benchmarks mapped_floors [--rounds 8]
+
+Loops of two threads over a file on tmpfs, with nothing else: no plan, no buffers to
+allocate, no devices. Each reads 400 MiB in pieces of 1 MiB into touched memory and sums
+all bytes. Speeds are those of a loop over the first one's, the median over rounds in
+turns.
+"""
+
+import argparse
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.speed.rounds import PLACES
+from storesvc.format.checksums import crc32c
+from storesvc_client._chunks.memory import allocate
+from storesvc_client._values.places import copy_elements
+
+PIECE_BYTES: Final = 1 << 20
+
+COUNT: Final = 400
+"""Pieces: a multiple of 16, so that they are whole matrices."""
+
+THREADS: Final = 2
+
+_Bytes = NDArray[np.uint8]
+_Read = Callable[[int, int, _Bytes, _Bytes], None]
+"""Reads a piece of a file, by its number, into its part of the memory; may use scratch
+memory of the thread."""
+
+
+def _fill(into: _Bytes, file: int, number: int) -> _Bytes:
+    assert os.preadv(file, [into.data], number * PIECE_BYTES) == PIECE_BYTES
+    crc32c(into.data)
+    return into
+
+
+def _whole(memory: _Bytes, number: int) -> _Bytes:
+    return memory[number * PIECE_BYTES :][:PIECE_BYTES]
+
+
+def _rows(memory: _Bytes, number: int, size: int) -> _Bytes:
+    """Returns rows that alternate with those of two other pieces, as those of joined
+    projections do."""
+    group = memory[number // 3 * 3 * PIECE_BYTES :][: 3 * PIECE_BYTES]
+    return group.reshape(-1, 3, size)[:, number % 3]
+
+
+def _read_whole(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+    _fill(_whole(memory, number), file, number)
+
+
+def _copy_whole(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+    np.copyto(_whole(memory, number), _fill(scratch, file, number))
+
+
+def _copy_rows(size: int) -> _Read:
+    def read(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+        found = _fill(scratch, file, number)
+        np.copyto(_rows(memory, number, size), found.reshape(-1, size))
+
+    return read
+
+
+def _scatter_rows(size: int) -> _Read:
+    """The kernel fills the rows, and each is summed."""
+
+    def read(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+        rows = [row.data for row in _rows(memory, number, size)]
+        for at in range(0, len(rows), 512):
+            os.preadv(file, rows[at : at + 512], number * PIECE_BYTES + at * size)
+        checksum = 0
+        for row in rows:
+            checksum = crc32c(row, checksum)
+
+    return read
+
+
+def _map_rows(size: int) -> _Read:
+    """No read: the pages of the file are copied. Where the storage fails or the file is
+    cut, that kills the process, so it can be no more than a measure."""
+
+    def read(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+        flags, at = mmap.MAP_SHARED | mmap.MAP_POPULATE, number * PIECE_BYTES
+        pages = mmap.mmap(file, PIECE_BYTES, flags, mmap.PROT_READ, offset=at)
+        found = np.frombuffer(pages, np.uint8)
+        crc32c(found.data)
+        np.copyto(_rows(memory, number, size), found.reshape(-1, size))
+
+    return read
+
+
+def _transpose(copy: Callable[[Any, Any], None]) -> _Read:
+    """128 rows of a matrix of 2,048 x 2,048 float32 become columns."""
+
+    def read(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+        found = _fill(scratch, file, number).view(np.float32).reshape(128, 2048)
+        matrix = memory[number // 16 * 16 * PIECE_BYTES :][: 16 * PIECE_BYTES]
+        columns = matrix.view(np.float32).reshape(2048, 16, 128)[:, number % 16]
+        copy(columns, found.T)
+
+    return read
+
+
+LOOPS: Final[Mapping[str, _Read]] = {
+    "into place": _read_whole,
+    "to a cache, copied": _copy_whole,
+    "to a cache, copied in rows of 8 KiB": _copy_rows(8192),
+    "to a cache, copied in rows of 2 KiB": _copy_rows(2048),
+    "scattered in rows of 8 KiB": _scatter_rows(8192),
+    "scattered in rows of 2 KiB": _scatter_rows(2048),
+    "mmap, copied in rows of 2 KiB": _map_rows(2048),
+    "transposed by NumPy": _transpose(np.copyto),
+    "transposed as this store does": _transpose(copy_elements),
+}
+
+
+def main() -> None:
+    """Prints a line for each loop."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    rounds = parser.parse_args().rounds
+    memory = allocate(PIECE_BYTES * (COUNT + 2))
+    memory[...] = np.random.default_rng(0).integers(0, 255, len(memory), np.uint8)
+    found: dict[str, list[float]] = {name: [] for name in LOOPS}
+    with (
+        tempfile.TemporaryFile(dir=PLACES["tmpfs"]) as file,
+        ThreadPoolExecutor(THREADS) as threads,
+    ):
+        file.write(memory.data)
+        file.flush()
+        for _ in range(rounds):
+            for name, read in LOOPS.items():
+                began = time.perf_counter()
+                done = [
+                    threads.submit(_perform, read, file.fileno(), memory, first)
+                    for first in range(THREADS)
+                ]
+                for each in done:
+                    each.result()
+                found[name].append(time.perf_counter() - began)
+    plain = found["into place"]
+    print(f"{'a loop / the first one':40}{'speed':>8}{'GB/s':>8}")
+    for name, seconds in found.items():
+        speed = median(p / s for p, s in zip(plain, seconds, strict=True))
+        rate = COUNT * PIECE_BYTES / median(seconds) / 1e9
+        print(f"{name:40}{speed:8.2f}{rate:8.1f}")
+
+
+def _perform(read: _Read, file: int, memory: _Bytes, first: int) -> None:
+    """Reads the pieces of one thread."""
+    scratch = allocate(PIECE_BYTES)
+    for number in range(first, COUNT, THREADS):
+        read(file, number, memory, scratch)

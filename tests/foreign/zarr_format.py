@@ -29,13 +29,20 @@ class ZarrArray(ForeignArray):
     def read(self, region: Region, into: NDArray[Any]) -> Reading:
         self.read_count += 1
         part = self._array[tuple(slice(*bounds) for bounds in region)]
-        return _Read(self._key, ts.array(into, copy=False).write(part))
+        # TensorStore writes into aligned memory only
+        target = into if into.flags.aligned else np.empty(into.shape, into.dtype)
+        future = ts.array(target, copy=False).write(part)
+        return _Read(self._key, future, target, into)
 
 
 class _Read:
-    def __init__(self, key: str, future: Any) -> None:
+    def __init__(
+        self, key: str, future: Any, target: NDArray[Any], into: NDArray[Any]
+    ) -> None:
         self._key = key
         self._future = future
+        self._target = target
+        self._into = into
 
     def result(self, timeout: float | None = None) -> None:
         try:
@@ -44,6 +51,8 @@ class _Read:
             raise
         except Exception as e:
             raise DataLossError(f"leaf {self._key!r}: {e}") from e
+        if self._target is not self._into:
+            self._into[...] = self._target
 
     def cancel(self) -> None:
         self._future.cancel()

@@ -48,7 +48,7 @@ class ForeignArray(Protocol):
         Args:
             region: Start and stop of each dimension.
             into: Receives the elements: an array of the shape of the region and the
-                dtype of the row, which need not be contiguous.
+                dtype of the row, which need be neither contiguous nor aligned.
 
         Returns:
             The read. Its result raises a DataLossError that names the row if the stored

@@ -292,22 +292,6 @@ class _InFlight:
 
 
 @dataclass(eq=False, repr=False)
-class _CopiedReading(Reading):
-    """A read whose elements are copied once it has ended."""
-
-    reading: Reading
-    aside: NDArray[Any]
-    into: NDArray[Any]
-
-    def result(self, timeout: float | None = None) -> None:
-        self.reading.result(timeout)
-        self.into[...] = self.aside
-
-    def cancel(self) -> None:
-        self.reading.cancel()
-
-
-@dataclass(eq=False, repr=False)
 class StepFiller:
     """Reads the units of a step in order; implements ``_save.transfer.Filler``."""
 
@@ -393,13 +377,9 @@ class StepFiller:
                 reading.result()
 
     def _begin(self, read: RegionRead, buffer: Bytes) -> Reading:
-        """Starts a read into the memory of its unit."""
-        array, view = self.step.arrays[read.row], self._view(read, buffer)
-        if view.flags.aligned:
-            return array.read(read.region, view)
-        # Small rows are back to back in a slab; formats read into aligned memory only.
-        aside = np.empty(view.shape, view.dtype)
-        return _CopiedReading(array.read(read.region, aside), aside, view)
+        """Starts a read into the memory of its unit, where small rows are back to back
+        and may not be aligned."""
+        return self.step.arrays[read.row].read(read.region, self._view(read, buffer))
 
     def _view(self, read: RegionRead, buffer: Bytes) -> NDArray[Any]:
         """Returns the array of a read in the memory of its unit."""

@@ -245,46 +245,46 @@ def _report_span(
     events: Mapping[str, Mapping[str, Attribute]],
 ) -> Span:
     """Returns the span of a report, with some of its fields as attributes."""
-    start = report.start_time.timestamp()
     slowest: dict[str, Mapping[str, Attribute]] = {}
     if report.slowest:
         slowest["slowest part"] = {
             "storesvc.slowest": report.slowest,
             "storesvc.slowest_seconds": report.slowest_seconds,
         }
-    return Span(
-        name=f"storesvc.{what}",
-        start=start,
-        end=start + report.seconds,
-        attributes={
-            "storesvc.run": report.run,
-            "storesvc.step": report.step,
-            "storesvc.process": process,
-            **{f"storesvc.{name}": getattr(report, name) for name in fields},
-        },
-        events={**slowest, **events},
-        children=tuple(_phases(start, report.timeline)),
-    )
+    attributes = {f"storesvc.{name}": getattr(report, name) for name in fields}
+    return _make_span(what, report, process, attributes, events={**slowest, **events})
 
 
 def failed_span(what: Operation, failed: Unfinished, error: BaseException) -> Span:
     """Returns the span of a save or a restore that failed."""
-    start, reason = failed.start_time.timestamp(), error_type(error)
-    attributes: dict[str, Attribute] = {
-        "storesvc.run": failed.run,
-        "storesvc.step": failed.step,
-        "storesvc.process": failed.process,
-        "error.type": reason,
-    }
+    attributes = {"error.type": error_type(error)}
     if failed.upload:
         attributes["storesvc.upload"] = failed.upload
+    return _make_span(
+        what, failed, failed.process, attributes, error=attributes["error.type"]
+    )
+
+
+def _make_span(
+    what: Operation,
+    measured: SaveReport | RestoreReport | Unfinished,
+    process: int,
+    attributes: Mapping[str, Attribute],
+    **more: Any,
+) -> Span:
+    start = measured.start_time.timestamp()
     return Span(
         name=f"storesvc.{what}",
         start=start,
-        end=start + failed.seconds,
-        attributes=attributes,
-        children=tuple(_phases(start, failed.timeline)),
-        error=reason,
+        end=start + measured.seconds,
+        attributes={
+            "storesvc.run": measured.run,
+            "storesvc.step": measured.step,
+            "storesvc.process": process,
+            **attributes,
+        },
+        children=tuple(_phases(start, measured.timeline)),
+        **more,
     )
 
 

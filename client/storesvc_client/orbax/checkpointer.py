@@ -272,7 +272,7 @@ class Checkpointer(ManagedRun):
         keep = None
         if preservation_policy is not None:
             keep = policy_retention(preservation_policy)
-        self._steps = StepSequence.opened(
+        self._steps = StepSequence(
             directory,
             run,
             logger,

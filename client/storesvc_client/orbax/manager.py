@@ -353,7 +353,7 @@ class CheckpointManager(ManagedRun, AbstractCheckpointManager):  # type: ignore[
             )
         is_read_only = self._options.read_only
         self._unsaved_metadata = (metadata or {}) if is_read_only else {}
-        self._steps = StepSequence.opened(
+        self._steps = StepSequence(
             directory,
             run,
             logger,

@@ -194,69 +194,54 @@ class StepSequence:
 
     def __init__(
         self,
-        run: Run,
+        place: Any,
+        run: str | None,
+        logger: StepLogger | None,
         *,
+        metadata: Any,
         save_policy: Any,
         keep: RetentionPolicy | None,
         multiprocessing_options: Any,
         is_read_only: bool,
         reports_saving: bool,
-        on_close: Callable[[], object] | None,
     ) -> None:
-        """Reads the steps of a run, and sets its retention policy if it has none.
+        """Opens a run, reads its steps, and sets its retention policy if it has none.
 
         Args:
-            run: The run; it need not exist.
+            place: As for ``open_run``; so are `run` and `logger`.
+            run: See `place`.
+            logger: See `place`.
+            metadata: Metadata of the run, kept unless it has some.
             save_policy: Orbax's policy that decides when to save.
             keep: Retention policy; None leaves that of the run unchanged.
             multiprocessing_options: Orbax's options, for its policies.
             is_read_only: Whether nothing is saved, deleted or set.
             reports_saving: Whether policies see that a save is running.
-            on_close: Called by ``close``.
 
         Raises:
             PreconditionError: The run has another retention policy.
         """
-        self.run = run
+        self.run, self._on_close = open_run(place, run, logger)
         self._save_policy = save_policy
         self._keep = None if is_read_only else keep
         self._options = multiprocessing_options
         self._is_read_only = is_read_only
         self._reports_saving = reports_saving
-        self._on_close = on_close
         self._finisher = Threads(1, "storesvc-orbax")
         self._pending: tuple[StepInfo, Future[None]] | None = None
         self._ending: int | None = None
         self._is_kept = self._keep is None
         self._committed: list[StepInfo] | None = None
         self._deleted: set[int] = set()
-        self.reload()
-        self._set_policy()
-        self.infos()  # as in Orbax: what others save later is seen after reload
-
-    @classmethod
-    def opened(
-        cls,
-        place: Any,
-        run: str | None,
-        logger: StepLogger | None,
-        *,
-        metadata: Any,
-        is_read_only: bool,
-        **options: Any,
-    ) -> Self:
-        """Opens a run as ``open_run`` does, and returns its steps; `metadata` of the
-        run is kept unless it has some. The constructor takes `options`."""
-        found, close = open_run(place, run, logger)
         try:
-            made = cls(found, is_read_only=is_read_only, on_close=close, **options)
-            if metadata and not is_read_only and made.is_leader:
-                set_root_metadata(found, metadata)
+            self.reload()
+            self._set_policy()
+            self.infos()  # as in Orbax: what others save later is seen after reload
+            if metadata and not is_read_only and self.is_leader:
+                set_root_metadata(self.run, metadata)
         except BaseException:
-            if close is not None:
-                close()
+            self.close()
             raise
-        return made
 
     @property
     def is_leader(self) -> bool:

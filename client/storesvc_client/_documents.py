@@ -58,6 +58,15 @@ def list_usages(
     return usages
 
 
+def sum_usages(usages: "Sequence[Usage]") -> dict[str, int]:
+    """Returns what runs use together, by the names of ``Usage``."""
+    names = (
+        *("checkpoint_count", "deleted_checkpoint_count", "upload_count"),
+        *("logical_bytes", "stored_bytes", "distinct_bytes", "file_count"),
+    )
+    return {name: sum(getattr(usage, name) for usage in usages) for name in names}
+
+
 def checkpoint_document(
     checkpoint: "Checkpoint",
     opened: "OpenCheckpoint | None",

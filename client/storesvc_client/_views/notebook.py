@@ -20,7 +20,7 @@ Example:
     [1, 2]
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from html import escape
@@ -42,6 +42,7 @@ from storesvc_client._views.tables import (
     Shrink,
     Table,
     field_column,
+    group_by_uid,
     metric_column,
     time_column,
 )
@@ -257,10 +258,7 @@ def run_html(
     elif not newest:
         parts.append(note("no checkpoints"))
     else:
-        names = defaultdict[str, list[str]](list)
-        for tag in tags:
-            names[tag.uid].append(tag.name)
-        layout = _lay_out_checkpoints(newest, names)
+        layout = _lay_out_checkpoints(newest, group_by_uid(tags))
         shown = newest[:RUN_ROWS]
         more = "older ones: run.checkpoints()" if len(newest) > RUN_ROWS else ""
         parts.append(table(layout.columns, map(layout.row, shown), omitted=more))
@@ -445,14 +443,14 @@ def _seconds(length: float) -> str:
 
 
 def _lay_out_checkpoints(
-    found: Sequence[Any], tags: Mapping[str, Sequence[str]]
+    found: Sequence[Any], tags: Mapping[str, Sequence["Tag"]]
 ) -> Table:
     """Returns the table of checkpoints; each metric is a column, losses first."""
     metrics = order_metrics(
         name for one in islice(found, MAX_ROWS) for name in one.metrics
     )
 
-    named = Column("TAGS", lambda one: " ".join(tags.get(one.uid, ())))
+    named = Column("TAGS", lambda one: " ".join(t.name for t in tags[one.uid]))
     columns = (
         *(STEP, time_column("COMMITTED", "commit_time"), SIZE),
         Column("LEAVES", lambda one: f"{one.leaf_count:,}", right=True),

@@ -3,11 +3,12 @@
 The command line and notebooks draw the same tables, each in its own way.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from storesvc_client._views.texts import (
     ABSENT,
@@ -23,9 +24,13 @@ from storesvc_client._views.texts import (
 
 if TYPE_CHECKING:
     from storesvc_client._values.models import (
+        HoldInfo,
         LeafDifference,
+        Tag,
         UploadInfo,
     )
+
+T = TypeVar("T", "Tag", "HoldInfo")
 
 SAME: Final = "same"
 """Cell of a value that is that of the cell before."""
@@ -137,17 +142,24 @@ LEAVES: Final = Table(
     ),
 )
 
-_SHOWN_WRITERS: Final = 4
-
 
 def _writers_text(upload: "UploadInfo") -> str:
     return f"{upload.finished_writer_count} of {upload.writer_count}"
 
 
-def _unfinished_text(upload: "UploadInfo") -> str:
+def group_by_uid(values: Iterable[T]) -> dict[str, list[T]]:
+    """Returns tags or holds by the checkpoint that they are of."""
+    found = defaultdict[str, list[T]](list)
+    for value in values:
+        found[value.uid].append(value)
+    return found
+
+
+def unfinished_text(upload: "UploadInfo", most: int = 4) -> str:
+    """Returns the first writers that an upload waits for."""
     writers = upload.unfinished_writers
-    named = ", ".join(map(str, writers[:_SHOWN_WRITERS]))
-    return f"{named}, ..." if len(writers) > _SHOWN_WRITERS else named
+    named = ", ".join(map(str, writers[:most]))
+    return f"{named}, ..." if len(writers) > most else named
 
 
 UPLOADS: Final = Table(
@@ -155,7 +167,7 @@ UPLOADS: Final = Table(
     (
         *(field_column("UPLOAD", "id"), STEP),
         *(time_column("BEGAN", "create_time"), time_column("RENEWED", "renew_time")),
-        *(Column("WRITERS", _writers_text), Column("WAITS FOR", _unfinished_text)),
+        *(Column("WRITERS", _writers_text), Column("WAITS FOR", unfinished_text)),
         OWNER,
     ),
 )

@@ -2,7 +2,6 @@
 namespace, for ``stat``: what it holds, uses and keeps."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from storesvc_client._views.tables import (
     Table,
     count_column,
     field_column,
+    group_by_uid,
     time_column,
 )
 from storesvc_client._views.texts import (
@@ -198,12 +198,10 @@ def _checkpoints(
     client: "Client", path: RunPath, on_damage: _OnDamage
 ) -> Iterator[TaggedCheckpoint]:
     run = client.run(path.run)
-    tags = defaultdict[str, list[str]](list)
     # a damaged tag is reported, and the row of its checkpoint is shown
-    for tag in run.tags.list(on_damage=lambda error: print_note(str(error))):
-        tags[tag.uid].append(tag.name)
+    tags = group_by_uid(run.tags.list(on_damage=lambda error: print_note(str(error))))
     for checkpoint in run.checkpoints(on_damage=on_damage):
-        names = tuple(tags.get(checkpoint.uid, ()))
+        names = tuple(tag.name for tag in tags[checkpoint.uid])
         yield TaggedCheckpoint(checkpoint=checkpoint, tags=names)
 
 
@@ -344,20 +342,14 @@ def print_run(run: "Run", *, as_json: bool) -> None:
 
 
 def print_namespace(client: "Client", namespace: str, *, as_json: bool) -> None:
-    from storesvc_client._documents import list_usages
+    from storesvc_client._documents import list_usages, sum_usages
 
     damaged: list[DataLossError] = []
     usages = list_usages(client, namespace, damaged.append)
     if not usages and not damaged:
         check_namespace(client, namespace)
     quotas = client.quotas(namespace)
-    counts = {
-        name: sum(getattr(usage, name) for usage in usages)
-        for name in (
-            *("checkpoint_count", "deleted_checkpoint_count", "upload_count"),
-            *("logical_bytes", "stored_bytes", "distinct_bytes", "file_count"),
-        )
-    }
+    counts = sum_usages(usages)
     if as_json:
         totals = {"namespace": namespace, "run_count": len(usages), **counts}
         print_json(totals | {"quotas": json_value(quotas)})
@@ -396,7 +388,8 @@ def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
     info, usage, summary = details.info, details.usage, details.summary
     policy = format_policy(details.policy) if details.policy else "none: all stay"
     delay = info.purge_delay
-    newest, count = ABSENT, f"{usage.checkpoint_count:,}"
+    used = usage_fields(json_value(usage))
+    newest, count = ABSENT, used.pop("checkpoints")
     if (last := summary.newest) is not None:
         committed, size = time_text(last.commit_time), size_text(last.size_bytes)
         newest = f"step {last.step}, {committed}, {size}"
@@ -408,8 +401,8 @@ def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
         "newest": newest,
         "checkpoints": count,
         "pinned": f"{summary.pinned_count:,}",
-        "deleted": f"{usage.deleted_checkpoint_count:,}",
-        "uploads": f"{usage.upload_count:,}",
+        "deleted": used.pop("deleted"),
+        "uploads": used.pop("uploads"),
         "tags": _list_pairs((tag.name, f"step {tag.step}") for tag in details.tags),
         "holds": _list_pairs(
             (
@@ -427,10 +420,7 @@ def _run_fields(details: RunDetails) -> dict[str, str | Sequence[str]]:
             (each.digest[:12], printable(each.name)) for each in details.migrations
         ),
         "purge delay": "the server's" if delay is None else duration_text(delay),
-        "logical": size_text(usage.logical_bytes),
-        "stored": size_text(usage.stored_bytes),
-        "distinct": size_text(usage.distinct_bytes),
-        "data files": f"{usage.file_count:,}",
+        **used,
     }
 
 

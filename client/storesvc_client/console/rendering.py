@@ -61,9 +61,9 @@ from storesvc_client._views.texts import (
 from storesvc_client.console.visit import LeafValues
 
 
-def command(*words: str) -> str:
-    """Returns a storectl command as it is typed in a shell."""
-    return shlex.join(("storectl", *map(printable, words)))
+def command(*words: str | None) -> str:
+    """Returns a storectl command as it is typed in a shell, without absent words."""
+    return shlex.join(("storectl", *map(printable, filter(None, words))))
 
 
 def run_url(run: str, **values: str | int) -> str:

@@ -7,7 +7,7 @@ prints the same.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +23,6 @@ from storesvc_client import (
     Checkpoint,
     Client,
     DataLossError,
-    HoldInfo,
     InvalidRequestError,
     NotFoundError,
     PermissionDeniedError,
@@ -35,6 +34,7 @@ from storesvc_client import (
     parse_policy,
 )
 from storesvc_client._pictures.plots import make_scale
+from storesvc_client._views.tables import group_by_uid
 from storesvc_client._views.texts import json_value, order_metrics
 from storesvc_client.console.rendering import (
     RUNS,
@@ -93,7 +93,7 @@ def show_runs(visit: Visit) -> Page:
         template="runs.html",
         title=namespace or "Runs",
         document=found,
-        command=command("ls", *([namespace] if namespace else [])),
+        command=command("ls", namespace),
         crumbs=(RUNS,) if namespace else (),
         values={
             "rows": rows,
@@ -152,15 +152,6 @@ _REASONS: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """A checkpoint in the table of a run."""
-
-    checkpoint: Checkpoint
-    tags: tuple[Tag, ...]
-    holds: tuple[HoldInfo, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
     """Outcome of a retention policy, or the reason why there is none."""
 
@@ -206,10 +197,9 @@ def show_run(visit: Visit) -> Page:
     listed = _sort_by_metric(checkpoints, order) if order else checkpoints
     kept = run.retention.get()
     tags = [*run.tags.list(on_damage=damaged.append)]
-    names_by_uid = defaultdict[str, list[str]](list)
-    for tag in tags:
-        names_by_uid[tag.uid].append(tag.name)
+    tagged = group_by_uid(tags)
     holds = [*run.holds.list(on_damage=damaged.append)]
+    held = group_by_uid(holds)
     deleted = list[Checkpoint]()
     if not is_partial:
         deleted += run.checkpoints(deleted=True, on_damage=damaged.append)
@@ -219,8 +209,11 @@ def show_run(visit: Visit) -> Page:
     return Page(
         template="run.html",
         title=run.name,
-        document=[json_value(one) | {"tags": names_by_uid[one.uid]} for one in listed],
-        command=command("ls", run.name, *(["--sort", order] if order else [])),
+        document=[
+            json_value(one) | {"tags": [tag.name for tag in tagged[one.uid]]}
+            for one in listed
+        ],
+        command=command("ls", run.name, order and "--sort", order),
         crumbs=crumbs_to_namespace(run.name),
         values={
             "run": run,
@@ -229,7 +222,10 @@ def show_run(visit: Visit) -> Page:
             "is_partial": is_partial,
             "whole_url": with_values(run_url(run.name), {**visit.query, "whole": 1}),
             "facts": _facts(checkpoints),
-            "rows": _step_rows(listed[start : start + ROWS], tags, holds),
+            "rows": [
+                {"checkpoint": one, "tags": tagged[one.uid], "holds": held[one.uid]}
+                for one in listed[start : start + ROWS]
+            ],
             "order": order,
             "pages": whole | ({"sort": order} if order else {}),
             "start": start,
@@ -297,21 +293,6 @@ def _sort_by_metric(
     known = [c for c in checkpoints if not math.isnan(values[c.uid])]
     others = [c for c in checkpoints if math.isnan(values[c.uid])]
     return sorted(known, key=lambda c: values[c.uid]) + others
-
-
-def _step_rows(
-    shown: Sequence[Checkpoint], tags: Sequence[Tag], holds: Sequence[HoldInfo]
-) -> list[StepRow]:
-    tagged = defaultdict[str, list[Tag]](list)
-    held = defaultdict[str, list[HoldInfo]](list)
-    for tag in tags:
-        tagged[tag.uid].append(tag)
-    for hold in holds:
-        held[hold.uid].append(hold)
-    return [
-        StepRow(checkpoint=c, tags=tuple(tagged[c.uid]), holds=tuple(held[c.uid]))
-        for c in shown
-    ]
 
 
 def _preview(run: Run, asked: str | None, *, has_policy: bool) -> Preview | None:

@@ -8,18 +8,19 @@
 - ``/help``: the pages, and the commands that print the same.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from storesvc.format.names import InvalidNameError, RunName
 from storesvc_client import AuditEntry, Collected, DataLossError, UploadInfo, Usage
 from storesvc_client._api.client import newest
-from storesvc_client._documents import list_usages
+from storesvc_client._documents import list_usages, sum_usages
 from storesvc_client._values.arguments import parse_past
 from storesvc_client._values.call_kinds import STAGES, AuditStage, Authentication
+from storesvc_client._views.tables import unfinished_text
 from storesvc_client.console.rendering import Page, command, with_values
 from storesvc_client.console.visit import Visit
 
@@ -45,13 +46,11 @@ def show_uploads(visit: Visit) -> Page:
     found = [*visit.client.uploads(parent, on_damage=damaged.append)]
     rows = list[UploadRow]()
     for upload in found:
-        writers = upload.unfinished_writers
-        named = ", ".join(map(str, writers[:_SHOWN]))
         left = upload.renew_time + upload.lease - visit.now
         row = UploadRow(
             upload=upload,
             finished=upload.finished_writer_count / max(upload.writer_count, 1),
-            waits_for=f"{named}, ..." if len(writers) > _SHOWN else named,
+            waits_for=unfinished_text(upload, _SHOWN),
             lease_left=max(left, timedelta()),
         )
         rows.append(row)
@@ -59,7 +58,7 @@ def show_uploads(visit: Visit) -> Page:
         template="uploads.html",
         title="Uploads",
         document=found,
-        command=command("uploads", *([parent] if parent else [])),
+        command=command("uploads", parent),
         section="Uploads",
         values={"rows": rows, "damaged": damaged},
     )
@@ -67,24 +66,6 @@ def show_uploads(visit: Visit) -> Page:
 
 USAGE_ROWS: Final = 100
 """Runs on one page."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """Sums over runs."""
-
-    name: str
-    checkpoints: int
-    logical_bytes: int
-    stored_bytes: int
-    distinct_bytes: int
-
-    @property
-    def reused(self) -> float:
-        """Share of the stored bytes that is not stored again."""
-        if not self.stored_bytes:
-            return 0.0
-        return 1 - self.distinct_bytes / self.stored_bytes
 
 
 def show_storage(visit: Visit) -> Page:
@@ -104,7 +85,7 @@ def show_storage(visit: Visit) -> Page:
         template="storage.html",
         title="Storage",
         document=usages,
-        command=command("du", *([namespace] if namespace else [])),
+        command=command("du", namespace),
         section="Storage",
         values={
             "totals": _totals("all runs", usages),
@@ -117,22 +98,17 @@ def show_storage(visit: Visit) -> Page:
             "damaged": damaged,
             "collected": collected,
             "namespace": namespace,
-            "garbage_command": command(
-                "gc", *([namespace] if namespace else []), "--dry-run"
-            ),
+            "garbage_command": command("gc", namespace, "--dry-run"),
         },
     )
 
 
-def _totals(name: str, usages: Iterable[Usage]) -> Totals:
-    known = [*usages]
-    return Totals(
-        name=name,
-        checkpoints=sum(usage.checkpoint_count for usage in known),
-        logical_bytes=sum(usage.logical_bytes for usage in known),
-        stored_bytes=sum(usage.stored_bytes for usage in known),
-        distinct_bytes=sum(usage.distinct_bytes for usage in known),
-    )
+def _totals(name: str, usages: Sequence[Usage]) -> Mapping[str, Any]:
+    """Returns sums over runs, and the share of their bytes that is reused."""
+    found = sum_usages(usages)
+    stored, distinct = found["stored_bytes"], found["distinct_bytes"]
+    reused = 1 - distinct / stored if stored else 0.0
+    return {"name": name, "reused": reused, **found}
 
 
 def show_events(visit: Visit) -> Page:
@@ -269,22 +245,13 @@ def show_identity(visit: Visit) -> Page:
             "identity": identity,
             "parent": parent or "",
             "permissions": visit.client.test_permissions(parent),
-            "list_command": command("auth", "list", *([parent] if parent else [])),
+            "list_command": command("auth", "list", parent),
         },
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HelpRow:
-    """A page."""
-
-    address: str
-    shows: str
-    command: str
-
-
 PAGES: Final = tuple(
-    HelpRow(address=address, shows=shows, command=command)
+    {"address": address, "shows": shows, "command": command}
     for address, shows, command in (
         ("/", "runs of all namespaces", "storectl ls"),
         ("/?in=NAMESPACE", "runs of a namespace", "storectl ls NAMESPACE"),

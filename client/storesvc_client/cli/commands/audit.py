@@ -1,8 +1,7 @@
 """``storectl audit``: lists the audit log of a server, and verifies its files."""
 
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -11,8 +10,6 @@ from storesvc.format.audit_chain import verify as verify_lines
 from storesvc_client._values.call_kinds import (
     AUTHENTICATIONS,
     STAGES,
-    AuditStage,
-    Authentication,
 )
 from storesvc_client._views.tables import (
     Column,
@@ -122,15 +119,12 @@ LISTING: Final = Listing(
 @pass_connection
 def list_entries(
     connection: Connection,
+    /,
     *,
-    principal: str | None,
-    method: str | None,
     parent: NamespacePath | RunPath | None,
-    stage: AuditStage | None,
-    authentication: Authentication | None,
-    since: datetime | None,
     limit: int,
     as_json: bool,
+    **chosen: Any,
 ) -> None:
     """List entries of the audit log of a server, the newest first.
 
@@ -148,12 +142,7 @@ def list_entries(
 
     with connection.open() as client:
         entries = client.audit_entries(
-            principal=principal,
-            method=method,
-            parent=None if parent is None else str(parent),
-            stage=stage,
-            authentication=authentication,
-            since=since,
+            parent=None if parent is None else str(parent), **chosen
         )
         found = newest(entries, limit)
     LISTING.show(found, as_json=as_json)

@@ -59,32 +59,21 @@ def set_context(
     *,
     name: str,
     store: str,
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-    token_file: Path | None,
     insecure: bool,
+    **files: Path | None,
 ) -> None:
     """Create a context, or replace it. The first one becomes the current one.
 
     Its options mean the same as for storectl itself; see storectl --help.
     """
-    if "://" in store and (ca or cert or key or token_file or insecure):
+    if "://" in store and (insecure or any(files.values())):
         raise click.UsageError(
             "--ca, --cert, --key, --token-file and --insecure go with a server, not "
             f"with {store}"
         )
-    if (cert is None) != (key is None):
+    if (files["cert"] is None) != (files["key"] is None):
         raise click.UsageError("expected --cert and --key together")
-    context = Context(
-        name=name,
-        store=store,
-        ca=ca,
-        cert=cert,
-        key=key,
-        token_file=token_file,
-        insecure=insecure,
-    )
+    context = Context(name=name, store=store, insecure=insecure, **files)
     found = read_config()
     contexts = {**found.contexts, name: context}
     current = found.current if found.contexts else name

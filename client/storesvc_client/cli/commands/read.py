@@ -3,20 +3,17 @@
 import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client._views.tables import Column, Shrink
+from storesvc_client._views.tables import LEAVES, Column, Table
 from storesvc_client._views.texts import (
-    ABSENT,
     count_text,
-    dtype_text,
     json_value,
-    key_text,
     number_text,
-    shape_text,
     size_text,
 )
 from storesvc_client.cli.arguments import (
@@ -92,14 +89,10 @@ def cat(connection: Connection, *, path: LeafPath, options: ForeignOptions) -> N
     echo_data(str(path), kind, data)
 
 
+_LEAF: Final = Table("leaf", LEAVES.columns[:3])
 _COLUMNS: Final = (
-    Column("KEY", shrink=Shrink.PREFIX),
-    Column("DTYPE"),
-    Column("SHAPE"),
-    Column("MIN", right=True),
-    Column("MAX", right=True),
-    Column("MEAN", right=True),
-    Column("NAN", right=True),
+    *_LEAF.columns,
+    *(Column(title, right=True) for title in ("MIN", "MAX", "MEAN", "NAN")),
 )
 
 
@@ -188,15 +181,7 @@ def _print(
         )
     else:
         rows = (
-            (
-                key_text(leaf),
-                dtype_text(leaf),
-                shape_text(leaf),
-                number_text(found.min),
-                number_text(found.max),
-                number_text(found.mean),
-                ABSENT if found.nan_count is None else str(found.nan_count),
-            )
+            [*_LEAF.row(leaf), *map(number_text, astuple(found))]
             for leaf, found in summaries
         )
         print_table(_COLUMNS, rows)

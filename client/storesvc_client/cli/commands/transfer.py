@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -175,7 +175,7 @@ def _copy_checkpoints(
     metavar="GLOB",
     help="Export leaves that match only; may be repeated.",
 )
-@click.option("--dtype", help="Cast floating-point arrays, such as to bf16.")
+@click.option("--dtype", "cast", help="Cast floating-point arrays, such as to bf16.")
 @mapping_option
 @click.option(
     "--layout",
@@ -199,18 +199,14 @@ def _copy_checkpoints(
 @pass_connection
 def export(
     connection: Connection,
+    /,
     *,
     path: CheckpointPath,
     target: str,
     select: tuple[str, ...],
-    dtype: str | None,
-    mapping: str | None,
-    layout: Literal["v0", "v1"] | None,
-    item: str | None,
     max_shard: int | None,
-    config: str | None,
-    drop_items: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Write a checkpoint in the format of another project.
 
@@ -232,14 +228,9 @@ def export(
             path.which,
             target,
             select=select or None,
-            cast=dtype,
-            mapping=mapping,
-            layout=layout,
-            item=item,
             max_shard_bytes=max_shard,
-            config=config,
-            drop_items=drop_items,
             progress=progress_bar(),
+            **options,
         )
     if as_json:
         print_json(json_value(report))

@@ -39,6 +39,7 @@ from storesvc_client._storage.root import LentBucket, check_root, direct_root
 from storesvc_client._telemetry.events import StepLogger, Telemetry
 from storesvc_client._values.arguments import (
     DurationLike,
+    checked_choice,
     checked_duration,
     duration_message,
     is_text,
@@ -46,12 +47,7 @@ from storesvc_client._values.arguments import (
     parent_resource,
     run_name,
 )
-from storesvc_client._values.call_kinds import (
-    AUTHENTICATIONS,
-    STAGES,
-    AuditStage,
-    Authentication,
-)
+from storesvc_client._values.call_kinds import AuditStage, Authentication
 from storesvc_client._values.messages import enum_number, read_message
 from storesvc_client._values.models import (
     AuditEntry,
@@ -164,13 +160,6 @@ def newest(
         pages += 1
         if not entries.page_token or len(found) >= count or pages >= most_pages:
             return found
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value is not None and value not in choices:
-        raise InvalidRequestError(
-            f"audit entries: {name} expected one of {', '.join(choices)}, got {value!r}"
-        )
 
 
 def _stamp(name: str, time: object) -> Timestamp:
@@ -473,8 +462,12 @@ class Client:
                 raise InvalidRequestError(
                     f"audit entries: {name} expected a text, got {text!r}"
                 )
-        _check_choice("stage=", stage, STAGES)
-        _check_choice("authentication=", authentication, AUTHENTICATIONS)
+        for name, value, choices in (
+            ("stage=", stage, AuditStage),
+            ("authentication=", authentication, Authentication),
+        ):
+            if value is not None:
+                checked_choice(f"audit entries: {name}", value, choices)
         if not is_text(page_token):
             raise InvalidRequestError(
                 f"audit entries: page_token= expected a text, got {page_token!r}"

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final, Protocol, Self, assert_never
@@ -260,9 +261,7 @@ def make_termination(
 class TakenSteps:
     """The taken steps of one loop, the same in all processes of a job."""
 
-    _run: str
-    _deleted_steps: Callable[[int], tuple[int, ...]]
-    """Lists the steps of deleted checkpoints from a step on."""
+    _stub: RunStub
     _why: dict[int, str] = field(default_factory=dict)
     """State of the checkpoint that has a step: "deleted" or "damaged"."""
 
@@ -281,7 +280,7 @@ class TakenSteps:
             UnavailableError: The store does not answer.
         """
         if decisions is None or decisions.is_leader:
-            deleted = self._deleted_steps(start)
+            deleted = self._list_deleted(start)
             if decisions is not None:
                 decisions.publish(Decision(step=start, taken=deleted))
         else:
@@ -293,7 +292,7 @@ class TakenSteps:
             _log.warning(
                 "%s has deleted checkpoints from step %d to %d, which are not purged: "
                 "where one of these steps is due, the next step is saved instead",
-                *(self._run, deleted[-1], deleted[0]),
+                *(self._stub.name, deleted[-1], deleted[0]),
             )
 
     def has(self, step: int) -> bool:
@@ -304,34 +303,27 @@ class TakenSteps:
         _log.warning(
             "%s@%d is not saved: a %s checkpoint has this step; the next step is saved "
             "instead",
-            *(self._run, step, why),
+            *(self._stub.name, step, why),
         )
         return True
 
-
-def deleted_steps(stub: RunStub, start: int) -> tuple[int, ...]:
-    """Returns the steps from ``start`` on of deleted checkpoints, the highest first.
-
-    Raises:
-        UnavailableError: The store does not answer.
-    """
-    request = api.ListCheckpointsRequest(parent=stub.name.resource, show_deleted=True)
-    rows = stub.rows(
-        stub.service.ListCheckpoints,
-        request,
-        lambda page: page.checkpoints,
-        lambda _: None,  # the restore reports damaged records
-    )
-    found = list[int]()
-    try:
-        for row in rows:
-            if row.step < start:
-                break
-            if row.HasField("delete_time"):
-                found.append(row.step)
-    except NotFoundError:
-        pass  # there is no such run yet
-    return tuple(found)
+    def _list_deleted(self, start: int) -> tuple[int, ...]:
+        """Returns the steps from ``start`` on of deleted checkpoints, the highest
+        first."""
+        parent, found = self._stub.name.resource, list[int]()
+        rows = self._stub.rows(
+            self._stub.service.ListCheckpoints,
+            api.ListCheckpointsRequest(parent=parent, show_deleted=True),
+            lambda page: page.checkpoints,
+            lambda _: None,  # the restore reports damaged records
+        )
+        with suppress(NotFoundError):  # there is no such run yet
+            for row in rows:
+                if row.step < start:
+                    break
+                if row.HasField("delete_time"):
+                    found.append(row.step)
+        return tuple(found)
 
 
 @dataclass(eq=False, repr=False)

@@ -26,8 +26,8 @@ overwritten.
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -45,7 +45,6 @@ from storesvc_client._api.due_steps import (
     NoTermination,
     TakenSteps,
     Termination,
-    deleted_steps,
     is_argument_error,
     make_termination,
 )
@@ -61,6 +60,7 @@ from storesvc_client._values.arguments import (
 )
 from storesvc_client._values.options import (
     Distributed,
+    IfBusy,
     OnDamaged,
     RestoreRequest,
     SaveRequest,
@@ -256,7 +256,7 @@ class Loop:
         """The initial state without its arrays, until ``after`` was called."""
         self._has_data = False
         """True if ``restore_or`` got a data iterator."""
-        self._taken = TakenSteps(run.name, partial(deleted_steps, parts.stub))
+        self._taken = TakenSteps(parts.stub)
         self._due = DueSteps(
             run.name,
             schedule,
@@ -518,9 +518,11 @@ class Loop:
         if self._sigterm_step is None and self._termination.is_due():  # 2.
             self._note_sigterm(step)
         if self._sigterm_step is not None or step == self._last_step:  # 3.
-            return self._save_last(step, state, metrics, items)
+            request = SaveRequest(step=step, tree=state, metrics=metrics, items=items)
+            return self._save_last(step, request)
         if step >= self._due.asks_at and self._due.has(step):  # 4.
-            return self._save(step, state, metrics, items)
+            request = SaveRequest(step=step, tree=state, metrics=metrics, items=items)
+            return self._save(step, request)
         self._begin_quiet()
         return None
 
@@ -590,20 +592,14 @@ class Loop:
             if self.is_stopping:
                 return
 
-    def _save_last(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, SupportsFloat] | None,
-        items: Mapping[str, Any] | None,
-    ) -> Save | None:
+    def _save_last(self, step: int, request: SaveRequest) -> Save | None:
         """Saves the last step of the loop, once the save before has ended."""
         saves, ends = self._saves, self._sigterm_step is not None
         if ends and self._taken.has(step):
             return None  # the next step is the last one
         saves.wait()
         saves.tolerate_none()
-        save = self._save(step, state, metrics, items)
+        save = self._save(step, request)
         if not ends:
             return save
         saves.wait()  # the process may be killed soon: return only when it is committed
@@ -612,35 +608,23 @@ class Loop:
         self.is_stopping = True
         return save
 
-    def _save(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, SupportsFloat] | None,
-        items: Mapping[str, Any] | None,
-    ) -> Save | None:
+    def _save(self, step: int, request: SaveRequest) -> Save | None:
         self._due.note_save()
-        if self._has_data and (items is None or _DATA not in items):
+        if self._has_data and (request.items is None or _DATA not in request.items):
             raise InvalidRequestError(
                 f"loop of {self._run.name}: after: expected the data iterator of "
                 "restore_or in items=, or no checkpoint could restore it; pass "
                 f'items={{"{_DATA}": ...}}'
             )
-        document, modules = b"", _find_modules(state)
+        modules = _find_modules(request.tree)
         if modules is not None:
             from storesvc_client.trees.nnx.saved_models import tree_to_save
 
-            state, document = tree_to_save(self._run, *modules)
+            tree, document = tree_to_save(self._run, *modules)
+            request = replace(request, tree=tree, document=document)
+        if_busy: IfBusy = "queue" if self._parts.defaults.if_busy == "queue" else "wait"
+        request = replace(request, if_busy=if_busy, distributed=self._distributed)
         try:
-            request = SaveRequest(
-                step=step,
-                tree=state,
-                document=document,
-                metrics=metrics,
-                items=items,
-                if_busy="queue" if self._parts.defaults.if_busy == "queue" else "wait",
-                distributed=self._distributed,
-            )
             loop = None if self._decisions is None else self._decisions.departures
             pending = self._parts.begin(request, loop=loop)
         except StoreError as e:

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final, Literal
 
-from markupsafe import Markup
-
 from storesvc_client import (
     DataLossError,
     InvalidRequestError,
@@ -27,7 +25,6 @@ from storesvc_client import (
     NotFoundError,
     OpenCheckpoint,
     Run,
-    WriterReport,
 )
 from storesvc_client._documents import (
     checkpoint_document,
@@ -471,24 +468,6 @@ DIFF_ROWS: Final = 200
 """Differences on one page."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffRow:
-    """A leaf that differs, or several alike."""
-
-    name: str
-    kind: str
-    before: str
-    after: str
-    """"same" for an array of the same dtype and shape."""
-    changed: float | None
-    """Share of the chunks that differ; None if it is not known."""
-    chunks: str
-    key: str
-    """Key of the leaf, or of the first of those that are alike."""
-    alike: int
-    """Leaves that share the row."""
-
-
 def show_difference(visit: Visit) -> Page:
     """Returns the comparison, or the form for one."""
     before, after = visit.query.get("a", "").strip(), visit.query.get("b", "").strip()
@@ -539,7 +518,7 @@ def show_difference(visit: Visit) -> Page:
     )
 
 
-def _group_differences(leaves: Sequence[LeafDifference]) -> list[DiffRow]:
+def _group_differences(leaves: Sequence[LeafDifference]) -> list[Mapping[str, Any]]:
     """Returns a row for all leaves with numbered keys that differ alike."""
     likeness = [replace(leaf, key="") for leaf in leaves]
     return [
@@ -548,21 +527,23 @@ def _group_differences(leaves: Sequence[LeafDifference]) -> list[DiffRow]:
     ]
 
 
-def _diff_row(leaf: LeafDifference, name: str, alike: int) -> DiffRow:
+def _diff_row(leaf: LeafDifference, name: str, alike: int) -> Mapping[str, Any]:
+    """Returns the row of a leaf that differs, or of the first of several alike."""
     _, kind, before, after, _ = DIFFERENCES.row(leaf)
     is_counted = leaf.kind == "content" and leaf.chunk_count > 0
     times = f"{alike:,} x " if alike > 1 else ""
     changed = f"{leaf.changed_chunk_count:,} of " if is_counted else ""
-    return DiffRow(
-        name=name,
-        key=leaf.key,
-        alike=alike,
-        kind=kind,
-        before=before,
-        after=after,
-        changed=leaf.changed_chunk_count / leaf.chunk_count if is_counted else None,
-        chunks=f"{times}{changed}{leaf.chunk_count:,}",
-    )
+    share = leaf.changed_chunk_count / leaf.chunk_count if is_counted else None
+    return {
+        "name": name,
+        "key": leaf.key,
+        "alike": alike,
+        "kind": kind,
+        "before": before,
+        "after": after,
+        "changed": share,
+        "chunks": f"{times}{changed}{leaf.chunk_count:,}",
+    }
 
 
 _PHASES: Final = {
@@ -584,14 +565,6 @@ _PHASES: Final = {
 """Meaning of the phases of a save."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterRow:
-    """A process of a save."""
-
-    report: WriterReport
-    chart: Markup | None
-
-
 def show_trace(visit: Visit) -> Page:
     """Returns the phases of the processes of a save, the slowest first."""
     run = visit.run
@@ -610,7 +583,7 @@ def show_trace(visit: Visit) -> Page:
         values={
             "found": found,
             "writers": [
-                WriterRow(report=writer, chart=save_phases(writer, longest))
+                {"report": writer, "chart": save_phases(writer, longest)}
                 for writer in writers
             ],
             "longest": longest,

@@ -17,8 +17,6 @@ from itertools import islice
 from statistics import median
 from typing import Any, Final
 
-from markupsafe import Markup
-
 from storesvc_client import (
     Checkpoint,
     Client,
@@ -60,19 +58,6 @@ _CALLS: Final = 8
 """Calls in flight for one page."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRow:
-    """A run in the list."""
-
-    info: RunInfo
-    newest: Checkpoint | None
-    tags: tuple[Tag, ...]
-    uploads: int
-    metric: str
-    """Metric that is shown; "" if there is none."""
-    spark: Markup | None
-
-
 def show_runs(visit: Visit) -> Page:
     """Returns the list of runs, of one namespace with ``in=``."""
     namespace = visit.query.get("in") or None
@@ -110,7 +95,8 @@ def show_runs(visit: Visit) -> Page:
     )
 
 
-def _run_row(client: Client, info: RunInfo, uploads: Counter[str]) -> RunRow:
+def _run_row(client: Client, info: RunInfo, uploads: Counter[str]) -> Mapping[str, Any]:
+    """Returns a run in the list."""
     run = client.run(info.name)
     damaged: list[DataLossError] = []  # the page of the run shows them
     newest, tags = list[Checkpoint](), list[Tag]()
@@ -119,14 +105,15 @@ def _run_row(client: Client, info: RunInfo, uploads: Counter[str]) -> RunRow:
         tags = [*run.tags.list(on_damage=damaged.append)]
     metric = main_metric(newest)
     values = [c.metrics[metric] for c in reversed(newest) if metric in c.metrics]
-    return RunRow(
-        info=info,
-        newest=newest[0] if newest else None,
-        tags=tuple(tags),
-        uploads=uploads[info.name],
-        metric=metric,
-        spark=sparkline(values, f"{metric} of the newest checkpoints of {info.name}"),
-    )
+    title = f"{metric} of the newest checkpoints of {info.name}"
+    return {
+        "info": info,
+        "newest": newest[0] if newest else None,
+        "tags": tags,
+        "uploads": uploads[info.name],
+        "metric": metric,
+        "spark": sparkline(values, title),
+    }
 
 
 def main_metric(checkpoints: Sequence[Checkpoint]) -> str:

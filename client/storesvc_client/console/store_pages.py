@@ -10,12 +10,11 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, cast
 
 from storesvc.format.names import InvalidNameError, RunName
-from storesvc_client import AuditEntry, Collected, DataLossError, UploadInfo, Usage
+from storesvc_client import AuditEntry, Collected, DataLossError, Usage
 from storesvc_client._api.client import newest
 from storesvc_client._documents import list_usages, sum_usages
 from storesvc_client._values.arguments import parse_past
@@ -24,36 +23,26 @@ from storesvc_client._views.tables import unfinished_text
 from storesvc_client.console.rendering import Page, command, with_values
 from storesvc_client.console.visit import Visit
 
+_NOTHING: Final = timedelta()
+
 _SHOWN: Final = 8
 """Maximum writers that one row names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadRow:
-    """A live upload."""
-
-    upload: UploadInfo
-    finished: float
-    """Share of the writers that have finished."""
-    waits_for: str
-    lease_left: timedelta
-    """Zero once the lease has expired."""
 
 
 def show_uploads(visit: Visit) -> Page:
     parent = visit.query.get("in") or None
     damaged: list[DataLossError] = []
     found = [*visit.client.uploads(parent, on_damage=damaged.append)]
-    rows = list[UploadRow]()
-    for upload in found:
-        left = upload.renew_time + upload.lease - visit.now
-        row = UploadRow(
-            upload=upload,
-            finished=upload.finished_writer_count / max(upload.writer_count, 1),
-            waits_for=unfinished_text(upload, _SHOWN),
-            lease_left=max(left, timedelta()),
-        )
-        rows.append(row)
+    rows = [
+        {
+            "upload": upload,
+            "finished": upload.finished_writer_count / max(upload.writer_count, 1),
+            "waits_for": unfinished_text(upload, _SHOWN),
+            # zero once it has expired
+            "lease_left": max(upload.renew_time + upload.lease - visit.now, _NOTHING),
+        }
+        for upload in found
+    ]
     return Page(
         template="uploads.html",
         title="Uploads",
@@ -146,25 +135,6 @@ FILTERS: Final = ("principal", "method", "in", "stage", "authentication", "since
 """Values of the query that choose entries."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditRow:
-    """An entry, and the addresses of the lists to which its cells lead."""
-
-    entry: AuditEntry
-    same_principal: str
-    same_run: str
-    """Empty: it is about no run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLink:
-    """A choice of the stage."""
-
-    name: str
-    address: str
-    is_on: bool
-
-
 def show_audit_log(visit: Visit) -> Page:
     """Returns the entries that match the query, the newest first."""
     chosen = {name: visit.query[name] for name in FILTERS if visit.query.get(name)}
@@ -208,7 +178,8 @@ def audit_url(values: Mapping[str, str]) -> str:
     return with_values("/audit", values)
 
 
-def _audit_row(entry: AuditEntry, chosen: Mapping[str, str]) -> AuditRow:
+def _audit_row(entry: AuditEntry, chosen: Mapping[str, str]) -> Mapping[str, Any]:
+    """Returns an entry, and the addresses of the lists to which its cells lead."""
     caller = {"principal": entry.principal}
     if not entry.principal:
         caller = {"authentication": "anonymous"}
@@ -217,15 +188,15 @@ def _audit_row(entry: AuditEntry, chosen: Mapping[str, str]) -> AuditRow:
     with suppress(InvalidNameError):  # it is about no run
         same_run = audit_url({**chosen, "in": str(RunName.from_resource(name))})
     same_principal = audit_url({**chosen, **caller})
-    return AuditRow(entry=entry, same_principal=same_principal, same_run=same_run)
+    return {"entry": entry, "same_principal": same_principal, "same_run": same_run}
 
 
-def _stage_links(chosen: Mapping[str, str]) -> list[StageLink]:
+def _stage_links(chosen: Mapping[str, str]) -> list[Mapping[str, Any]]:
     others = {name: text for name, text in chosen.items() if name != "stage"}
     by_name: dict[str, Mapping[str, str]] = {"all": others}
     by_name |= {stage: {**others, "stage": stage} for stage in STAGES}
     return [
-        StageLink(name=name, address=audit_url(values), is_on=values == chosen)
+        {"name": name, "address": audit_url(values), "is_on": values == chosen}
         for name, values in by_name.items()
     ]
 

@@ -312,34 +312,21 @@ def foreign_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return call_with_options
 
 
-def json_option(command: _Command) -> _Command:
-    """Adds the option ``--json`` to a command, as its argument ``as_json``."""
-    return click.option(
-        "--json", "as_json", is_flag=True, help="Print one JSON document."
-    )(command)
-
-
-def mapping_option(command: _Command) -> _Command:
-    """Adds the option ``--map`` to a command, as its argument ``mapping``."""
-    return click.option(
-        "--map",
-        "mapping",
-        metavar="RULES",
-        help="A file of rules that make another tree, or a table; see storectl map.",
-    )(command)
-
-
-def max_shard_option(command: _Command) -> _Command:
-    """Adds the option ``--max-shard`` to a command, in bytes."""
-    return click.option(
-        "--max-shard",
-        type=size,
-        metavar="SIZE",
-        help="Maximum size of a safetensors file: 5GB by default.",
-    )(command)
-
-
-def expand_option(command: _Command) -> _Command:
-    """Adds the option ``--expand`` to a command."""
-    text = "Show each of numbered siblings that are alike."
-    return click.option("--expand", is_flag=True, help=text)(command)
+json_option: Final = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document."
+)
+mapping_option: Final = click.option(
+    "--map",
+    "mapping",
+    metavar="RULES",
+    help="A file of rules that make another tree, or a table; see storectl map.",
+)
+max_shard_option: Final = click.option(
+    "--max-shard",
+    type=size,
+    metavar="SIZE",
+    help="Maximum size of a safetensors file: 5GB by default.",
+)
+expand_option: Final = click.option(
+    "--expand", is_flag=True, help="Show each of numbered siblings that are alike."
+)

@@ -115,12 +115,12 @@ class Connection:
     """The location of a store and the options to connect to it."""
 
     target: str
-    ca: Path | None
-    cert: Path | None
-    key: Path | None
-    from_environment: frozenset[str]
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    from_environment: frozenset[str] = frozenset()
     """Names of the options above that come from environment variables."""
-    insecure: bool
+    insecure: bool = False
     timeout: float
     """Seconds that one call may take."""
     token_file: Path | None = None
@@ -137,16 +137,7 @@ class Connection:
 
     def to_context(self, name: str) -> "Connection":
         """Returns the connection to the store of a context, with its options."""
-        return Connection(
-            target=self.target,
-            ca=None,
-            cert=None,
-            key=None,
-            from_environment=frozenset(),
-            insecure=False,
-            timeout=self.timeout,
-            context=name,
-        )
+        return Connection(target=self.target, timeout=self.timeout, context=name)
 
     def to_part(self, store: StorePart) -> "Connection":
         """Returns the connection to the store of a place; certificates of the command

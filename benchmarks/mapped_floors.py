@@ -4,8 +4,8 @@
 
 Loops of two threads over a file on tmpfs, with nothing else: no plan, no buffers to
 allocate, no devices. Each reads 400 MiB in pieces of 1 MiB into touched memory and sums
-all bytes. Speeds are those of a loop over the first one's, the median over rounds in
-turns.
+all bytes. The speed of a loop is divided by the first one's; the median over rounds, in
+which the loops take turns, is printed.
 """
 
 import argparse
@@ -50,8 +50,8 @@ def _whole(memory: _Bytes, number: int) -> _Bytes:
 
 
 def _rows(memory: _Bytes, number: int, size: int) -> _Bytes:
-    """Returns rows that alternate with those of two other pieces, as those of joined
-    projections do."""
+    """Returns rows that alternate with rows of two other pieces, as in joined
+    projections."""
     group = memory[number // 3 * 3 * PIECE_BYTES :][: 3 * PIECE_BYTES]
     return group.reshape(-1, 3, size)[:, number % 3]
 

@@ -204,52 +204,40 @@ _LIMITS: Final = {
 }
 """Maximum bytes of other requests."""
 
+_LIMITED: Final = (
+    # one entry per leaf
+    ("LeafTable", "key path_kinds kind dtype rank sharding prng_impl", MAX_LEAVES),
+    # one entry per dimension
+    ("LeafTable", "shape chunk_shape", MAX_LEAVES * MAX_RANK),
+    ("LeafTable", "dtypes shardings prng_impls", MAX_VALUES),
+    ("LeafTable", "structure", MAX_PIECES),
+    # a mesh has no more axes than an array has dimensions
+    ("Sharding", "axis_names axis_sizes spec", MAX_RANK),
+    ("DimensionAxes", "axes", MAX_RANK),
+    ("WriterReport", "phases", MAX_PHASES),
+    ("ChunkTable", "ordinal crc32c digests file offset length", MAX_PART_CHUNKS),
+    ("ChunkTable", "files", 1 << 16),
+    ("ChunkFrame", "chunk offset length", _MAX_FRAME_PIECES),
+    ("ReadChunksRequest", "chunk", MAX_READ_CHUNKS),
+    ("Upload", "labels metrics", MAX_ENTRIES),
+    ("Upload", "unfinished_writers", 0),  # output only
+    ("Checkpoint", "labels metrics", MAX_ENTRIES),
+    ("Run", "labels", MAX_ENTRIES),
+    ("Run", "migrations", 64),
+    ("RetentionPolicies", "policies", _MAX_RULES),
+    ("KeepSteps", "steps", _MAX_RULES),
+    ("TestPermissionsRequest", "permissions", MAX_ENTRIES),
+)
+"""Repeated fields of messages of the contract, and their maximum entries."""
+
 COUNTS: Final = MappingProxyType(
     {
-        # one entry per leaf
-        "storesvc.v1.LeafTable.key": MAX_LEAVES,
-        "storesvc.v1.LeafTable.path_kinds": MAX_LEAVES,
-        "storesvc.v1.LeafTable.kind": MAX_LEAVES,
-        "storesvc.v1.LeafTable.dtype": MAX_LEAVES,
-        "storesvc.v1.LeafTable.rank": MAX_LEAVES,
-        "storesvc.v1.LeafTable.sharding": MAX_LEAVES,
-        "storesvc.v1.LeafTable.prng_impl": MAX_LEAVES,
-        # one entry per dimension
-        "storesvc.v1.LeafTable.shape": MAX_LEAVES * MAX_RANK,
-        "storesvc.v1.LeafTable.chunk_shape": MAX_LEAVES * MAX_RANK,
-        "storesvc.v1.LeafTable.dtypes": MAX_VALUES,
-        "storesvc.v1.LeafTable.shardings": MAX_VALUES,
-        "storesvc.v1.LeafTable.prng_impls": MAX_VALUES,
-        "storesvc.v1.LeafTable.structure": MAX_PIECES,
-        # a mesh has no more axes than an array has dimensions
-        "storesvc.v1.Sharding.axis_names": MAX_RANK,
-        "storesvc.v1.Sharding.axis_sizes": MAX_RANK,
-        "storesvc.v1.Sharding.spec": MAX_RANK,
-        "storesvc.v1.DimensionAxes.axes": MAX_RANK,
-        "storesvc.v1.Run.migrations": 64,
-        "storesvc.v1.WriterReport.phases": MAX_PHASES,
-        "storesvc.v1.ChunkTable.ordinal": MAX_PART_CHUNKS,
-        "storesvc.v1.ChunkTable.crc32c": MAX_PART_CHUNKS,
-        "storesvc.v1.ChunkTable.digests": MAX_PART_CHUNKS,
-        "storesvc.v1.ChunkTable.file": MAX_PART_CHUNKS,
-        "storesvc.v1.ChunkTable.offset": MAX_PART_CHUNKS,
-        "storesvc.v1.ChunkTable.length": MAX_PART_CHUNKS,
-        "storesvc.v1.ChunkTable.files": 1 << 16,
-        "storesvc.v1.ChunkFrame.chunk": _MAX_FRAME_PIECES,
-        "storesvc.v1.ChunkFrame.offset": _MAX_FRAME_PIECES,
-        "storesvc.v1.ChunkFrame.length": _MAX_FRAME_PIECES,
-        "storesvc.v1.ReadChunksRequest.chunk": MAX_READ_CHUNKS,
-        "storesvc.v1.Upload.labels": MAX_ENTRIES,
-        "storesvc.v1.Upload.metrics": MAX_ENTRIES,
-        # output only
-        "storesvc.v1.Upload.unfinished_writers": 0,
-        "storesvc.v1.Checkpoint.labels": MAX_ENTRIES,
-        "storesvc.v1.Checkpoint.metrics": MAX_ENTRIES,
-        "storesvc.v1.Run.labels": MAX_ENTRIES,
-        "storesvc.v1.RetentionPolicies.policies": _MAX_RULES,
-        "storesvc.v1.KeepSteps.steps": _MAX_RULES,
-        "storesvc.v1.TestPermissionsRequest.permissions": MAX_ENTRIES,
         "google.protobuf.FieldMask.paths": MAX_ENTRIES,
+        **{
+            f"storesvc.v1.{message}.{name}": most
+            for message, names, most in _LIMITED
+            for name in names.split()
+        },
     }
 )
 """Maximum entries of each repeated field in one message of a request."""

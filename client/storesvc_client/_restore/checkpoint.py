@@ -220,16 +220,52 @@ class CheckpointReader(TreeReader):
             with meter.phase("rebuild"):
                 result = target.result()
         # 5. Meet again: no process returns the state unless all of them have read it.
-        report = _report(
-            self.info,
-            source,
-            assembly,
-            joint,
-            reading_seconds,
+        return result, self._make_report(view, source, assembly, joint, reading_seconds)
+
+    def _make_report(
+        self,
+        view: TreeReader,
+        source: ChunkSource,
+        assembly: Assembly,
+        joint: JointRestore | None,
+        seconds: float,
+    ) -> RestoreReport:
+        """Returns the report of a restore, once all processes have ended it; this one
+        spent ``seconds`` reading or exchanging chunks."""
+        meter = assembly.meter
+        read_bytes, received_bytes = meter.done_bytes, 0
+        if isinstance(source, MappedSource):
+            read_bytes = source.read_bytes
+        if isinstance(source, PeerSource):
+            read_bytes, received_bytes = source.read_bytes, source.received_bytes
+            seconds = source.seconds
+        own = ProcessReading(
+            process=joint.own_name if joint else "",
+            read_bytes=read_bytes,
+            seconds=seconds,
+            slowest=meter.slowest.name,
+            slowest_seconds=meter.slowest.seconds,
+        )
+        slowest_process = None
+        if joint is not None:
+            with meter.phase("await others"):
+                slowest_process = joint.end(own, seconds=assembly.seconds_left)
+        return RestoreReport(
+            run=self.info.run,
+            step=self.info.step,
+            start_time=meter.start_time,
+            read_bytes=own.read_bytes,
+            received_bytes=received_bytes,
+            returned_bytes=assembly.buffer_bytes,
+            seconds=meter.seconds,
+            timings=meter.timings,
+            timeline=meter.timeline,
+            slowest=own.slowest,
+            slowest_seconds=own.slowest_seconds,
+            slowest_process=slowest_process,
             damaged=dict(self._damaged),
             mapping=view.mapped.name if isinstance(view, MappedReader) else "",
         )
-        return result, report
 
     def _check_alone(self) -> None:
         """Rejects ``spread=True`` in a job of which only this process restores. Outside
@@ -488,54 +524,6 @@ class OpenCheckpoint(OpenTree):
         from storesvc_client._export.elements import ExportRequest
 
         return self._reader.export(url, collect_arguments(ExportRequest, locals()))
-
-
-def _report(
-    info: Checkpoint,
-    source: ChunkSource,
-    assembly: Assembly,
-    joint: JointRestore | None,
-    seconds: float,
-    *,
-    damaged: Mapping[int, str],
-    mapping: str,
-) -> RestoreReport:
-    """Returns the report of a restore, once all processes have ended it; this one
-    spent ``seconds`` reading or exchanging chunks."""
-    meter = assembly.meter
-    read_bytes, received_bytes = meter.done_bytes, 0
-    if isinstance(source, MappedSource):
-        read_bytes = source.read_bytes
-    if isinstance(source, PeerSource):
-        read_bytes, received_bytes = source.read_bytes, source.received_bytes
-        seconds = source.seconds
-    own = ProcessReading(
-        process=joint.own_name if joint else "",
-        read_bytes=read_bytes,
-        seconds=seconds,
-        slowest=meter.slowest.name,
-        slowest_seconds=meter.slowest.seconds,
-    )
-    slowest_process = None
-    if joint is not None:
-        with meter.phase("await others"):
-            slowest_process = joint.end(own, seconds=assembly.seconds_left)
-    return RestoreReport(
-        run=info.run,
-        step=info.step,
-        start_time=meter.start_time,
-        read_bytes=own.read_bytes,
-        received_bytes=received_bytes,
-        returned_bytes=assembly.buffer_bytes,
-        seconds=meter.seconds,
-        timings=meter.timings,
-        timeline=meter.timeline,
-        slowest=own.slowest,
-        slowest_seconds=own.slowest_seconds,
-        slowest_process=slowest_process,
-        damaged=damaged,
-        mapping=mapping,
-    )
 
 
 MAX_MANIFEST_BYTES: Final = 2 << 30

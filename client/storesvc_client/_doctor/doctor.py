@@ -340,7 +340,7 @@ async def _flip(bucket: TensorStoreBucket, folder: str) -> str:
     stored = await bucket.read(path)
     assert stored is not None, path
     data = bytearray(stored.data)
-    data[len(data) // 2] ^= 1
+    data[len(data) // 3] ^= 1  # the middle may be between two chunks
     await bucket.write(path, bytes(data))
     return path.removeprefix(folder)
 

@@ -346,7 +346,10 @@ class FileSource:
         into, step = assembly.destination(chunk), PIECE_BYTES
         if into is None:
             step = assembly.piece_bytes(chunk, PIECE_BYTES)
-        elif 0 < (into.ctypes.data - read.start) % ALIGNMENT < ALIGNMENT // 2:
+        elif (
+            size >= SMALL_BYTES
+            and 0 < (into.ctypes.data - read.start) % ALIGNMENT < ALIGNMENT // 2
+        ):
             # Written by a server, or by storesvc 0.2: the kernel takes twice as long to
             # copy it there as to aligned memory, from where it is copied.
             into = None

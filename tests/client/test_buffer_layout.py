@@ -95,13 +95,11 @@ def test_every_region_gets_its_elements_in_any_order_of_chunks(
             assembly.begin([ordinal])
             elements = np.frombuffer(data[:-4], np.uint8)
             assembly.check(ordinal, crc32c(data[:-4]), data[-4:])
-            into = assembly.destination(ordinal)
-            if into is not None:
-                into[...] = elements
-            else:
-                step = assembly.piece_bytes(ordinal, piece)
-                for at in range(0, len(elements), step):
-                    assembly.copy_elements(ordinal, elements[at : at + step], at)
+            for at, end, into in assembly.pieces(ordinal, piece):
+                if into is not None:
+                    into[...] = elements[at:end]
+                else:
+                    assembly.copy_elements(ordinal, elements[at:end], at)
             assembly.finish(ordinal)
 
         assert [] == assembly.missing

@@ -14,6 +14,7 @@ compared with the manifest. A wrong byte cannot reach the caller, because of the
 """
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -83,6 +84,32 @@ class _Chunk:
         """Returns the allocated memory of the segment that a copy goes to."""
         segment = self.layout.groups[copy.group].segments[copy.segment]
         return self.buffers[copy.group].view(segment.place)
+
+    def ranges(self, least: int) -> Iterator[tuple[int, int, Bytes | None]]:
+        """Yields the ranges of its bytes, whole rows: those of at least some bytes that
+        go to one contiguous place, with their memory, and what is between them."""
+        assert not isinstance(self.goal.goes, Span)
+        axis, row_bytes = self.layout.row_axis, self.layout.row_bytes
+        parts = sorted(self.goal.goes, key=lambda part: part.source[axis].start)
+        starts = [part.source[axis].start for part in parts]
+        done = last = 0
+        for part, next_start in zip(parts, [*starts[1:], math.inf], strict=True):
+            rows, found = part.source[axis], self.view(part)[part.target]
+            start, stop = rows.start * row_bytes, rows.stop * row_bytes
+            if (
+                last <= rows.start
+                and rows.stop <= next_start
+                and found.nbytes == stop - start >= least
+                and found.dtype == self.dtype
+                and found.flags.c_contiguous
+            ):
+                if done < start:
+                    yield done, start, None
+                yield start, stop, found.reshape(-1).view(np.uint8)
+                done = stop
+            last = max(last, rows.stop)
+        if done < self.layout.grid.chunk_bytes:
+            yield done, self.layout.grid.chunk_bytes, None
 
 
 Planned: TypeAlias = tuple[int, BufferLayout, Sequence[Buffer]]
@@ -388,18 +415,38 @@ class Assembly:
             found.append((bounds, chunk.view(copy)[copy.target]))
         return found
 
-    def piece_bytes(self, ordinal: int, at_most: int) -> int:
-        """Returns the largest number of bytes up to `at_most` that ``copy_elements``
-        accepts as a piece of a chunk; at least one row."""
-        layout = self._chunk(ordinal).layout
-        return max(1, at_most // layout.row_bytes) * layout.row_bytes
+    def pieces(
+        self, ordinal: int, at_most: int
+    ) -> Iterator[tuple[int, int, Bytes | None]]:
+        """Yields the pieces in which to read a chunk whose buffers are allocated: start
+        and stop within it, and their memory; None if it is not one contiguous range, so
+        that ``copy_elements`` has to copy the piece.
+
+        Args:
+            ordinal: The chunk.
+            at_most: Maximum bytes of a piece, unless a row is larger.
+        """
+        chunk = self._chunk(ordinal)
+        size, step = chunk.layout.grid.chunk_bytes, at_most
+        own = self.destination(ordinal)
+        ranges: Iterable[tuple[int, int, Bytes | None]] = [(0, size, own)]
+        if own is None and size > at_most:
+            row = chunk.layout.row_bytes
+            # To ask the kernel for less takes longer than a copy of it.
+            ranges = chunk.ranges(at_most // 4)
+            step = max(1, at_most // row) * row
+        for start, stop, memory in ranges:
+            for at in range(start, stop, step):
+                end = min(at + step, stop)
+                piece = None if memory is None else memory[at - start : end - start]
+                yield at, end, piece
 
     def copy_elements(self, ordinal: int, elements: Bytes, start: int = 0) -> None:
         """Copies elements of a chunk into its allocated buffers.
 
         Args:
             ordinal: The chunk.
-            elements: All its elements, or whole rows (see ``piece_bytes``).
+            elements: All its elements, or whole rows (see ``pieces``).
             start: Offset of the first byte within the chunk.
         """
         chunk = self._chunk(ordinal)

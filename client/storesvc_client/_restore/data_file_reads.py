@@ -269,13 +269,11 @@ def _unpack_large(
     chunk: int, stored: Bytes, assembly: Assembly, again: Callable[[], Bytes]
 ) -> int:
     elements, tail = stored[:-CHECKSUM_BYTES], bytes(stored[-CHECKSUM_BYTES:])
-    step, checksum = PIECE_BYTES, 0
-    if not assembly.is_contiguous(chunk):
-        step = assembly.piece_bytes(chunk, PIECE_BYTES)
+    checksum = 0
     # Each piece is copied before the chunk is verified, while it is in the cache: no
     # buffer is handed over before `finish`.
-    for at in range(0, len(elements), step):
-        piece = elements[at : at + step]
+    for at, end, _ in assembly.pieces(chunk, PIECE_BYTES):
+        piece = elements[at:end]
         with assembly.meter.phase("verify"):
             checksum = crc32c(piece.data, checksum)
         with assembly.meter.phase("copy"):

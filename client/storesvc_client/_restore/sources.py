@@ -343,23 +343,11 @@ class FileSource:
         is copied while it is in the cache; returns the bytes handed over."""
         (chunk,), (length,) = read.chunks, read.lengths
         size = length - CHECKSUM_BYTES
-        into, step = assembly.destination(chunk), PIECE_BYTES
-        if into is None:
-            step = assembly.piece_bytes(chunk, PIECE_BYTES)
-        elif (
-            size >= SMALL_BYTES
-            and 0 < (into.ctypes.data - read.start) % ALIGNMENT < ALIGNMENT // 2
-        ):
-            # Written by a server, or by storesvc 0.2: the kernel takes twice as long to
-            # copy it there as to aligned memory, from where it is copied.
-            into = None
         tail, checksum, meter = bytearray(CHECKSUM_BYTES), 0, assembly.meter
-        for at in range(0, size, step):
-            end = min(at + step, size)
+        for at, end, place in assembly.pieces(chunk, PIECE_BYTES):
             begin = read.start + at
-            piece = (
-                into[at:end] if into is not None else scratch.memory(begin, end - at)
-            )
+            into = None if size >= SMALL_BYTES and _is_slow(place, begin) else place
+            piece = scratch.memory(begin, end - at) if into is None else into
             # the stored checksum comes after the elements: read with the last piece
             buffers = [piece.data, memoryview(tail)] if end == size else [piece.data]
             with meter.phase("read"):
@@ -445,6 +433,14 @@ class FileSource:
             f"bytes {read.start} to {read.stop}; use another checkpoint",
             reason="CORRUPT_DATA",
         )
+
+
+def _is_slow(into: Bytes | None, start: int) -> bool:
+    """Returns whether the kernel takes twice as long to copy bytes of a file from an
+    offset on to this memory as to aligned memory; this depends on the processor. Files
+    of servers, and of storesvc 0.2, have chunks at any offset."""
+    past = 0 if into is None else (into.ctypes.data - start) % ALIGNMENT
+    return 0 < past < ALIGNMENT // 2
 
 
 class _Scratch(threading.local):

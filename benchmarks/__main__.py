@@ -12,6 +12,7 @@ OTHERS: Final = {
     "catalogue": "lists of many checkpoints and runs",
     "device": "saves from an accelerator and restores to it, by its link",
     "flips": "one flipped bit, and who notices",
+    "hub": "the first byte of files of a repository",
     "identity": "calls and saves with a token, a policy, an audit log, and without",
     "imports": "imports, and plain reads of the same files by TensorStore",
     "inspections": "how long looking at a checkpoint takes",

@@ -13,6 +13,7 @@ steps:
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
 from storesvc.format.checksums import digest
@@ -96,7 +97,10 @@ def read_range(
     """
     meter = Meter("export", source.name)
     cuts = _cut_range(file, start, stop)
-    for batch in cut_batches(cuts, lambda cut: cut.size_bytes, WINDOW_BYTES):
+    # alone: the client waits for it, and the next ones are read while it is sent
+    first = [*islice(cuts, 1)]
+    others = cut_batches(cuts, lambda cut: cut.size_bytes, WINDOW_BYTES)
+    for batch in chain([first], others):
         arrays = read_pieces(source, [cut.piece for cut in batch], meter)
         for cut in batch:
             # no variable holds an array while the next one is read

@@ -40,7 +40,7 @@ def _examples() -> Iterator[doctest.DocTest]:
     """Yields the docstrings with examples of the public names and their members."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     seen: set[str] = set()
-    for name in store.__all__:
+    for name in dir(store):
         found = getattr(store, name)
         for kind in inspect.getmro(found) if inspect.isclass(found) else (found,):
             if not getattr(kind, "__module__", "").startswith("storesvc_client"):
@@ -80,7 +80,7 @@ def _names(client: store.Client) -> dict[str, Any]:
     run.tags.set("best", 40)
     run.save(50, state, metrics={"loss": 2.0}, items=items).result()
     return {
-        **{name: getattr(store, name) for name in store.__all__},
+        **{name: getattr(store, name) for name in dir(store)},
         "batches": batches,
         "client": client,
         "global_batches": 7,
@@ -143,7 +143,7 @@ def test_examples_that_do_not_run_are_few_and_exist() -> None:
 
 def _reference() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yields the functions of the reference, and the methods of its classes."""
-    modules = {"storesvc_client": store.__all__, **MODELS}
+    modules = {"storesvc_client": dir(store), **MODELS}
     paths = [f"{module}.{name}" for module, names in modules.items() for name in names]
     for path in (*paths, *chain.from_iterable(PARTS.values())):
         found = resolve_name(path)

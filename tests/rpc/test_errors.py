@@ -100,7 +100,7 @@ def test_code_and_client_class_of_a_reason_stay() -> None:
 
 def test_every_error_of_the_client_is_public() -> None:
     errors = subclasses(storesvc_client.errors.StoreError)
-    public = {*storesvc_client.__all__, *storesvc_client.orbax.__all__}
+    public = {*dir(storesvc_client), *storesvc_client.orbax.__all__}
 
     assert {e.__name__ for e in errors} <= public
 

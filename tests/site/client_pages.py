@@ -48,7 +48,7 @@ CLIENT: Final[Mapping[str, Sequence[str]]] = {
         *("UnavailableError", "TokenExpiredError"),
     ),
 }
-"""The names of ``storesvc_client.__all__`` below the titles of their sections."""
+"""The public names of ``storesvc_client`` below the titles of their sections."""
 
 PARTS: Final[Mapping[str, Sequence[str]]] = {
     "Checkpoints, tags and holds": (

@@ -86,8 +86,8 @@ class _Chunk:
         return self.buffers[copy.group].view(segment.place)
 
     def ranges(self, least: int) -> Iterator[tuple[int, int, Bytes | None]]:
-        """Yields the ranges of its bytes, whole rows: those of at least some bytes that
-        go to one contiguous place, with their memory, and what is between them."""
+        """Yields ranges of its bytes, whole rows: each that goes to one contiguous
+        place and is large enough, with its memory, and what is between them."""
         assert not isinstance(self.goal.goes, Span)
         axis, row_bytes = self.layout.row_axis, self.layout.row_bytes
         parts = sorted(self.goal.goes, key=lambda part: part.source[axis].start)

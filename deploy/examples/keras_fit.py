@@ -1,7 +1,6 @@
 """Trains a Keras model with the JAX backend, saves to a store, and resumes from it.
 
 Kill it at any moment and run it again: it continues after the last complete epoch.
-`without_checkpoints/` has the same job without the lines for checkpoints.
 
     KERAS_BACKEND=jax python keras_fit.py --store file:///tmp/ckpts
 """

@@ -1,8 +1,7 @@
 """Trains a Linen model, saves to a store, and resumes from it.
 
 Kill it at any moment and run it again: it continues at the newest checkpoint. On
-SIGTERM it saves the step and ends. `without_checkpoints/` has the same job
-without the lines for checkpoints.
+SIGTERM it saves the step and ends.
 
     python linen_loop.py --store file:///tmp/ckpts
 """

@@ -2,7 +2,6 @@
 
 Kill it at any moment and run it again: it continues at the newest checkpoint, with the
 batches that it had not trained on. On SIGTERM it saves the step and ends.
-`without_checkpoints/` has the same job without the lines for checkpoints.
 
     python nnx_loop.py --store file:///tmp/ckpts
 """

@@ -4,8 +4,8 @@
 here, so that no layer between needs an argument for it. Work without a call, such as a
 collection in the background, is the server's own, and is permitted everything.
 
-`RPCS` has one row for each rpc: whether a server that is read-only answers it, what the
-audit log records, and what a quota counts follow from the row. Its permissions are in
+`RPCS` has the facts of each rpc: from them follow whether a server that is read-only
+answers it, what the audit log records, and what a quota counts. Its permissions are in
 `storesvc.rpc.methods`, which knows the requests.
 """
 
@@ -62,59 +62,30 @@ _WRITER: Final = Rpc(
     effect=Effect.PART, is_stream=True, is_of_upload=True, is_large=True
 )
 
+_RPCS_BY_FACTS: Final[Mapping[Rpc, str]] = {
+    # watches have a quota of their own
+    _READ: (
+        "ListRuns GetRun ListCheckpoints GetCheckpoint WatchCheckpoints ListTags "
+        "ListHolds GetUpload ListUploads GetServerInfo GetUsage GetLoginOptions "
+        "GetIdentity TestPermissions GetQuota ListAuditEntries"
+    ),
+    _LONG_READ: "ReadManifest DiffCheckpoints ReadChunks VerifyCheckpoint",
+    Rpc(effect=Effect.PART): "RenewHold",
+    Rpc(effect=Effect.PART, is_of_upload=True): "KeepUploadAlive",
+    _WRITER: "JoinUpload FindChunks WriteChunks FinishWriter",
+    Rpc(effect=Effect.CHANGE): "CreateHold DeleteHold",
+    # a pin that is lost, a metric that changes and a tag that moves permit a deletion
+    _GRAVE: (
+        "UpdateRun UpdateCheckpoint DeleteCheckpoint UndeleteCheckpoint "
+        "PurgeCheckpoint SetTag DeleteTag CommitUpload AbortUpload UpgradeStore "
+        "LendCredentials"
+    ),
+    _LONG_GRAVE: "ApplyRetention CreateCheckpoint CollectGarbage",
+    Rpc(effect=Effect.GRAVE_CHANGE, is_stream=True, is_large=True): "BeginUpload",
+}
+
 RPCS: Final = MappingProxyType(
-    {
-        # CheckpointService
-        "ListRuns": _READ,
-        "GetRun": _READ,
-        "UpdateRun": _GRAVE,
-        "ApplyRetention": _LONG_GRAVE,
-        "ListCheckpoints": _READ,
-        "GetCheckpoint": _READ,
-        "ReadManifest": _LONG_READ,
-        "DiffCheckpoints": _LONG_READ,
-        # a pin that is lost, a metric that changes and a tag that moves permit a
-        # deletion
-        "UpdateCheckpoint": _GRAVE,
-        "DeleteCheckpoint": _GRAVE,
-        "UndeleteCheckpoint": _GRAVE,
-        "PurgeCheckpoint": _GRAVE,
-        "WatchCheckpoints": _READ,  # watches have a quota of their own
-        "SetTag": _GRAVE,
-        "DeleteTag": _GRAVE,
-        "ListTags": _READ,
-        "CreateHold": Rpc(effect=Effect.CHANGE),
-        "RenewHold": Rpc(effect=Effect.PART),
-        "DeleteHold": Rpc(effect=Effect.CHANGE),
-        "ListHolds": _READ,
-        # UploadService
-        "BeginUpload": Rpc(effect=Effect.GRAVE_CHANGE, is_stream=True, is_large=True),
-        "JoinUpload": _WRITER,
-        "GetUpload": _READ,
-        "ListUploads": _READ,
-        "KeepUploadAlive": Rpc(effect=Effect.PART, is_of_upload=True),
-        "FindChunks": _WRITER,
-        "WriteChunks": _WRITER,
-        "FinishWriter": _WRITER,
-        "CommitUpload": _GRAVE,
-        "AbortUpload": _GRAVE,
-        "CreateCheckpoint": Rpc(effect=Effect.GRAVE_CHANGE, is_stream=True),
-        # ChunkService
-        "ReadChunks": _LONG_READ,
-        # MaintenanceService
-        "GetServerInfo": _READ,
-        "VerifyCheckpoint": _LONG_READ,
-        "CollectGarbage": _LONG_GRAVE,
-        "GetUsage": _READ,
-        "UpgradeStore": _GRAVE,
-        # AccessService
-        "GetLoginOptions": _READ,
-        "GetIdentity": _READ,
-        "TestPermissions": _READ,
-        "LendCredentials": _GRAVE,
-        "GetQuota": _READ,
-        "ListAuditEntries": _READ,
-    }
+    {name: facts for facts, names in _RPCS_BY_FACTS.items() for name in names.split()}
 )
 """The facts of each rpc, by its name; names are unique over the services. A call
 without a row is denied."""

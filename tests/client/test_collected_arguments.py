@@ -23,6 +23,7 @@ PAIRS: list[tuple[Callable[..., Any], Any, set[str]]] = [
     (nnx.save, SaveRequest, {"tree", "document"}),
     (store.Run.restore, RestoreRequest, set()),
     (OpenTree.restore, RestoreRequest, {"mapping"}),
+    (store.ForeignRun.restore, RestoreRequest, {"mapping"}),
     (easydel.restore_state, Options, {"step"}),
     (easydel.restore_model, Options, {"step", "opt_state"}),
     (nnx.restore_into, Options, {"step"}),

@@ -1,8 +1,8 @@
 """Counts the lines that a training script has for its checkpoints.
 
-A line counts if the same job without checkpoints, in
-``deploy/examples/without_checkpoints/``, does not have it. Blank lines, comments,
-docstrings and indentation do not count; the formatter breaks the lines of both.
+A line counts if the same job without checkpoints, in ``without_checkpoints/``, does not
+have it. Blank lines, comments, docstrings and indentation do not count; the formatter
+breaks the lines of both.
 
 ``python -m tests.loop.checkpoint_lines`` prints the table, which
 docs/coming-from-orbax.md has.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 EXAMPLES: Final = Path(__file__).parents[2] / "deploy" / "examples"
-PLAIN: Final = EXAMPLES / "without_checkpoints"
+PLAIN: Final = Path(__file__).with_name("without_checkpoints")
 
 SCRIPTS: Final = {
     "linen_loop.py": "linen_loop.py",

@@ -52,6 +52,7 @@ from storesvc_client._values.options import (
     Like,
     MappingRules,
     RestoreRequest,
+    collect_arguments,
 )
 from storesvc_client._views.notebook import list_results
 from storesvc_client._views.texts import size_text
@@ -496,17 +497,7 @@ class ForeignRun:
         Raises:
             StoreError: As for ``open``, and as for ``Run.restore``.
         """
-        request = RestoreRequest(
-            like=like,
-            mesh=mesh,
-            rules=rules,
-            select=select,
-            cast=cast,
-            missing=missing,
-            indivisible=indivisible,
-            mapping=self.mapping,
-            progress=progress,
-        )
+        request = collect_arguments(RestoreRequest, locals(), mapping=self.mapping)
         state: Like = self.read(which).restore(request, deadline)
         return state
 

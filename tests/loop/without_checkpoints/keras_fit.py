@@ -1,4 +1,4 @@
-"""Trains a Keras model without checkpoints, to be compared with `../keras_fit.py`."""
+"""Trains a Keras model without checkpoints, to be compared with `keras_fit.py`."""
 
 import argparse
 

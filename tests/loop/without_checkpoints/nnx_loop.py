@@ -1,4 +1,4 @@
-"""Trains an NNX model without checkpoints, to be compared with `../nnx_loop.py`."""
+"""Trains an NNX model without checkpoints, to be compared with `nnx_loop.py`."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Trains a Linen model without checkpoints, to be compared with `../linen_loop.py`."""
+"""Trains a Linen model without checkpoints, to be compared with `linen_loop.py`."""
 
 import argparse
 from functools import partial

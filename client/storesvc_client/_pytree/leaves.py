@@ -17,7 +17,8 @@ Nested mappings, such as the states of NNX, have leaves by path, whose parts are
 the number 0 and the text "0" are different ones.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias, overload
@@ -325,11 +326,10 @@ def signature(value: Any) -> Signature | None:
         return _signature(pb.LEAF_KIND_PYTHON_SCALAR, _PYTHON_DTYPES[type(value)], ())
     own_dtype = getattr(value, "dtype", None)
     if own_dtype is not None and _is_prng_dtype(own_dtype):
-        spec = jax.eval_shape(jax.random.key_data, value)
-        impl = _impls().get(value.dtype)
+        impl, shape = _impls().get(value.dtype, (None, ()))
         if impl is None:
             return None
-        return _signature(pb.LEAF_KIND_PRNG_KEY, "uint32", spec.shape, impl)
+        return _signature(pb.LEAF_KIND_PRNG_KEY, "uint32", (*value.shape, *shape), impl)
     cls: Any = type(value)
     kind = _array_kind(cls)
     dtype = None if kind is None else _stored_dtype(own_dtype)
@@ -528,15 +528,30 @@ def _kind(part: Any) -> str:
             return "t"
 
 
-@cache
-def _impls() -> dict[Any, str]:
-    """Returns the PRNG implementations of jax by the dtype of their keys.
+@contextmanager
+def permit_jax() -> Generator[None]:
+    """Permits what a caller may have jax reject: transfers, and the tracing of what was
+    not traced before."""
+    # not every jax has such a setting
+    tracing = getattr(jax, "no_tracing", nullcontext)(False)  # noqa: FBT003 - no name
+    with jax.transfer_guard("allow"), tracing:
+        yield
 
-    ``jax.random.key_impl`` returns the same, but accepts arrays only, not their
-    abstract stand-ins (ShapeDtypeStruct).
+
+@cache
+def _impls() -> dict[Any, tuple[str, tuple[int, ...]]]:
+    """Returns the PRNG implementations of jax, each with the shape of the data of a
+    key, by the dtype of their keys.
+
+    ``jax.random`` has functions for both, but for the first one only of arrays, not of
+    their abstract stand-ins (ShapeDtypeStruct), and the second one traces.
     """
-    with jax.transfer_guard("allow"):  # of the seeds
-        return {jax.random.key(0, impl=name).dtype: name for name in PRNG_IMPLS}
+    with permit_jax():
+        keys = {name: jax.random.key(0, impl=name) for name in PRNG_IMPLS}
+        return {
+            key.dtype: (name, jax.random.key_data(key).shape)
+            for name, key in keys.items()
+        }
 
 
 def _check_unique(leaves: Sequence[NamedLeaf]) -> None:

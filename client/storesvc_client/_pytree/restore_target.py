@@ -36,7 +36,7 @@ from storesvc_client._chunks.buffers import Buffer
 from storesvc_client._chunks.memory import allocate, collector_paused
 from storesvc_client._items.values import Container, decode_value
 from storesvc_client._job.assignment import Holders
-from storesvc_client._pytree.leaves import list_problems
+from storesvc_client._pytree.leaves import list_problems, permit_jax
 from storesvc_client._pytree.matching import (
     LIKE,
     Build,
@@ -126,7 +126,7 @@ class Placer:
         if self._partitioner is None and wanted.dtype == leaf.dtype:
             return value
         placement = self.placement(leaf, wanted)
-        with jax.transfer_guard("allow"):  # the caller asked for it
+        with permit_jax():  # the caller asked for it
             if wanted.dtype != leaf.dtype:
                 value = value.astype(DTYPES[wanted.dtype])
             if self._partitioner is None or placement is None:
@@ -416,7 +416,7 @@ class Target:
             return
         # jax settings are per thread. Without the caller's setting, 64-bit types would
         # become 32-bit. In the caller's thread, its guard would reject what it asked.
-        with jax.enable_x64(self._wide), jax.transfer_guard("allow"):
+        with jax.enable_x64(self._wide), permit_jax():
             if len(arrays) == len(item.local.regions):
                 placed: Any = _place_whole(item, item.placement, buffer, arrays)
                 item.value = placed
@@ -430,7 +430,7 @@ class Target:
     @collector_paused()
     def result(self) -> Any:
         """Returns the tree; every requested leaf must have arrived."""
-        with jax.transfer_guard("allow"):  # of key data
+        with permit_jax():  # of key data
             arrived = {row: _finish_value(x) for row, x in self._pending.items()}
         return self._build({**arrived, **self._kept})
 

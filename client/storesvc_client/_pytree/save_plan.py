@@ -47,6 +47,7 @@ from storesvc_client._pytree.leaves import (
     as_array,
     check_values,
     named_leaves,
+    permit_jax,
     plan_chunk_layout,
     saved_sharding,
     storable,
@@ -438,11 +439,11 @@ class TreeSource:
         return self._plan.tree
 
     def reading(self) -> AbstractContextManager[None]:
-        """Returns a context that permits transfers, as the thread may be the caller's.
+        """Returns a context that permits copies, as the thread may be the caller's.
 
         It is entered once a thread: to enter it takes longer than to copy a small leaf.
         """
-        return jax.transfer_guard("allow")
+        return permit_jax()
 
     def copy(self, ordinal: int, into: Bytes) -> None:
         """Copies the elements of a chunk, padded with zeros past the shape."""
@@ -647,7 +648,7 @@ def _copy(value: Any) -> Any:
 def _copy_array(array: jax.Array) -> jax.Array:
     # Array.copy would be a computation, in the caller's context: on its mesh, on its
     # default device, and rejected by its checks, such as for NaN.
-    with jax.transfer_guard("allow"):
+    with permit_jax():
         copy: jax.Array = jax.device_put(array, array.sharding, may_alias=False)
     return copy
 

@@ -4,7 +4,8 @@
 
 One embedded store on tmpfs, restores of NumPy arrays on one device, in turns. A ratio
 is that of two neighbouring restores, so that it holds on a machine that other programs
-use, too; prints the median over the rounds. "sharded" restores to 8 devices.
+use, too; prints the median over the rounds. "none" is without a mapping: what two saves
+of one tree differ by. "sharded" restores to 8 devices.
 """
 
 import argparse
@@ -24,7 +25,8 @@ BARS: Final = {"views": 0.9, "transposes": 0.7}
 """Least speed of a mapped restore, of that of a plain one."""
 
 _EACH: Final = "l/{n}/{name*}"
-_RULES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+_RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
+    "none": ("views", None),
     "rename": ("views", {"from": _EACH, "to": "m/{n}/{name}"}),
     "stack": (
         "views",
@@ -185,7 +187,9 @@ def _measure(arguments: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
             return time.perf_counter() - began, time.process_time() - cpu
 
         for step, name in enumerate(arguments.only, start=2):
-            mapping = {"version": 1, "otherwise": "drop", "rules": [_RULES[name][1]]}
+            rule, mapping = _RULES[name][1], None
+            if rule is not None:
+                mapping = {"version": 1, "otherwise": "drop", "rules": [rule]}
             restore(1, mapping)
             run.save(step, *restored).result()
             for turn in range(arguments.rounds + 1):

@@ -60,6 +60,12 @@ def _read_whole(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None
     _fill(_whole(memory, number), file, number)
 
 
+def _read_unaligned(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+    """To an address whose last bits differ from the offset's, as of a chunk that begins
+    anywhere in a file."""
+    _fill(_whole(memory[16:], number), file, number)
+
+
 def _copy_whole(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
     np.copyto(_whole(memory, number), _fill(scratch, file, number))
 
@@ -114,6 +120,7 @@ def _transpose(copy: Callable[[Any, Any], None]) -> _Read:
 
 LOOPS: Final[Mapping[str, _Read]] = {
     "into place": _read_whole,
+    "into place, 16 bytes off": _read_unaligned,
     "to a cache, copied": _copy_whole,
     "to a cache, copied in rows of 8 KiB": _copy_rows(8192),
     "to a cache, copied in rows of 2 KiB": _copy_rows(2048),

@@ -19,7 +19,10 @@ from typing import Any, Final
 
 from benchmarks.speed.rounds import PLACES, SETTINGS
 
-LAYERS: Final = 8
+LAYERS: Final = 4
+
+SIDE: Final = 4096
+"""Rows and columns of a matrix of float32, 64 MiB, as of a model of 7 B parameters."""
 
 BARS: Final = {"views": 0.9, "transposes": 0.7}
 """Least speed of a mapped restore, of that of a plain one."""
@@ -50,7 +53,7 @@ _RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
             "from": "l/{n}/q",
             "to": "m/{n}/{h}",
             "operations": [
-                {"reshape": [16, 128, 2048]},
+                {"reshape": [32, 128, SIDE]},
                 {"unstack": {"axis": 0, "by": "h"}},
             ],
         },
@@ -76,7 +79,7 @@ _RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
         {
             "from": _EACH,
             "to": ["m/{n}/{name}/a", "m/{n}/{name}/b"],
-            "operations": [{"split": {"axis": 1, "sizes": [1536, 512]}}],
+            "operations": [{"split": {"axis": 1, "sizes": [SIDE * 3 // 4, SIDE // 4]}}],
         },
     ),
     "pad": (
@@ -84,7 +87,7 @@ _RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
         {
             "from": _EACH,
             "to": "m/{n}/{name}",
-            "operations": [{"pad": {"axis": 0, "size": 2056, "value": 0}}],
+            "operations": [{"pad": {"axis": 0, "size": SIDE + 8, "value": 0}}],
         },
     ),
     "cast": (
@@ -97,7 +100,7 @@ _RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
             "from": _EACH,
             "to": "m/{n}/{name}",
             "operations": [
-                {"permute_heads": {"axis": 0, "heads": 16, "from": "halves"}}
+                {"permute_heads": {"axis": 0, "heads": 32, "from": "halves"}}
             ],
         },
     ),
@@ -107,7 +110,7 @@ _RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
             "from": _EACH,
             "to": "m/{n}/{name}",
             "operations": [
-                {"permute_heads": {"axis": 1, "heads": 16, "from": "halves"}}
+                {"permute_heads": {"axis": 1, "heads": 32, "from": "halves"}}
             ],
         },
     ),
@@ -154,7 +157,7 @@ def _measure(arguments: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
 
     mesh = Mesh(jax.devices(), ("x",)) if arguments.sharded else None
     layer = {
-        name: jnp.arange(2048 * 2048, dtype=jnp.float32).reshape(2048, 2048)
+        name: jnp.arange(SIDE**2, dtype=jnp.float32).reshape(SIDE, SIDE)
         for name in "qkv"
     }
     found: dict[str, Any] = {

@@ -197,7 +197,9 @@ def test_a_timeline_has_the_states_of_the_checkpoints_of_a_run(run: store.Run) -
 def test_a_timeline_over_another_axis_is_rejected(run: store.Run) -> None:
     run.save(1, {"w": np.ones(1)}).result()
 
-    with pytest.raises(store.InvalidRequestError, match="one of 'step', 'time', got 'loss'"):
+    with pytest.raises(
+        store.InvalidRequestError, match="one of 'step', 'time', got 'loss'"
+    ):
         run.timeline(axis="loss")  # type: ignore[arg-type]
     with pytest.raises(store.InvalidRequestError, match="the name of a metric"):
         run.timeline(3)  # type: ignore[arg-type]

@@ -138,6 +138,21 @@ def test_large_regions_are_handed_over_one_by_one() -> None:
     assert 8 == len(plan_buffer_layout(grid, regions).groups)
 
 
+def test_whole_rows_are_read_into_their_place_and_the_rest_is_copied() -> None:
+    values = np.arange(32, dtype=np.int16).reshape(8, 4)
+    manifest, _ = a_manifest(values, (8, 4))
+    regions: list[Region] = [((0, 3), (0, 4)), ((5, 7), (0, 4)), ((7, 8), (0, 2))]
+    assembly = Assembly(manifest, [(0, regions)], name="x", place=print)
+    assembly.begin([0])
+
+    found = [
+        (start, stop, memory is not None)
+        for start, stop, memory in assembly.pieces(0, 40)
+    ]
+
+    assert [(0, 24, True), (24, 40, False), (40, 56, True), (56, 64, False)] == found
+
+
 def test_each_thread_hears_that_there_is_no_memory() -> None:
     """The second one finds no buffer of the first one's."""
 

@@ -178,8 +178,8 @@ def test_what_the_tree_cannot_decide_is_rejected(run: store.Run) -> None:
 def test_a_migration_is_inserted_before_others_as_the_error_says(
     run: store.Run,
 ) -> None:
-    """Those that follow are removed, and added again: x, from a branch, is to become b,
-    c and d as what was a does."""
+    """The migrations after it are removed and added again. The key x, of a checkpoint
+    from a branch, becomes b, c and d, as the key a does."""
     for step, key in enumerate("abx"):
         run.save(step, {key: jnp.full(2, step)}).result()
     for old, new in ("ab", "bc", "cd"):

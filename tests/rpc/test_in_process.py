@@ -14,7 +14,7 @@ import storesvc_client as store
 from storesvc import failpoints
 from storesvc.failpoints import Action, Failpoint, Fault
 from storesvc.server.embedded import EmbeddedServer
-from storesvc.telemetry import events
+from tests.support.recorded_calls import record_calls
 
 RUN = "tests/inside"
 
@@ -58,24 +58,8 @@ def test_errors_have_their_reason_and_their_values(client: store.Client) -> None
     assert 32 == len(caught.value.metadata["request_id"])
 
 
-@contextmanager
-def ended(rpc: str) -> Iterator[list[events.CallEnded]]:
-    """Yields the calls of an rpc that end within the context."""
-    found: list[events.CallEnded] = []
-
-    def note(event: events.Event) -> None:
-        if isinstance(event, events.CallEnded) and event.method.endswith(f"/{rpc}"):
-            found.append(event)
-
-    events.subscribe(note)
-    try:
-        yield found
-    finally:
-        events.unsubscribe(note)
-
-
 def test_each_call_is_measured_once(client: store.Client) -> None:
-    with ended("ListRuns") as found:
+    with record_calls("ListRuns") as found:
         assert [] == list(client.runs())
 
     (one,) = found
@@ -88,7 +72,7 @@ def test_a_call_with_a_stream_of_requests_receives_all_of_them(
     client: store.Client,
 ) -> None:
     leaves = {f"leaf {n:05}": np.full(100, n) for n in range(2000)}  # two parts
-    with ended("BeginUpload") as found:
+    with record_calls("BeginUpload") as found:
         client.run(RUN).save(1, leaves).result()
 
     (one,) = found
@@ -102,7 +86,7 @@ def test_a_rejected_stream_of_requests_raises_its_error(client: store.Client) ->
     run.save(1, large).result()
 
     with (
-        ended("BeginUpload") as found,
+        record_calls("BeginUpload") as found,
         pytest.raises(store.AlreadyExistsError) as caught,
     ):
         run.save(1, large).result()

@@ -1,16 +1,14 @@
 """The order of a save to files of this machine: copies first, then few calls."""
 
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.telemetry import events
 from storesvc_client._values.options import SnapshotMode
+from tests.support.recorded_calls import record_calls, rpcs_in
 
 RUN = "tests/files"
 
@@ -20,22 +18,6 @@ def run(tmp_path: Path) -> Iterator[store.Run]:
     """A run of an embedded store in a directory."""
     with store.connect(f"{tmp_path.as_uri()}/store") as client:
         yield client.run(RUN)
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Yields the number of calls of each rpc within the context."""
-    found = Counter[str]()
-
-    def note(event: events.Event) -> None:
-        if isinstance(event, events.CallEnded):
-            found[event.method.rpartition("/")[2]] += 1
-
-    events.subscribe(note)
-    try:
-        yield found
-    finally:
-        events.unsubscribe(note)
 
 
 def the_state(step: int) -> dict[str, np.ndarray]:
@@ -53,11 +35,11 @@ def test_the_upload_begins_when_the_caller_no_longer_waits(run: store.Run) -> No
 def test_chunks_that_the_base_may_hold_are_looked_up_before(run: store.Run) -> None:
     run.save(0, the_state(0)).result()
 
-    with counted() as calls:
+    with record_calls() as calls:
         report = run.save(1, the_state(0)).report()
 
     assert report.reused_bytes == report.total_bytes
-    assert 1 == calls["FindChunks"]
+    assert 1 == rpcs_in(calls).count("FindChunks")
 
 
 @pytest.mark.parametrize("snapshot", ["host", "none"])
@@ -66,8 +48,8 @@ def test_a_save_of_a_moment_takes_two_calls(
 ) -> None:
     run.save(0, the_state(0)).result()
 
-    with counted() as calls:
+    with record_calls() as calls:
         run.save(1, the_state(1), snapshot=snapshot).result()
 
-    assert {"BeginUpload": 1, "CommitUpload": 1} == dict(calls)
+    assert ["BeginUpload", "CommitUpload"] == rpcs_in(calls)
     assert run.verify(1).ok

@@ -5,7 +5,7 @@ any two of its writes."""
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from storesvc.failpoints import Action, Failpoint, Fault
 from storesvc.format.names import UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.save.uploads import DEFAULT_LEASE
-from storesvc.telemetry import events
 from storesvc.watch.events import Outcome
 from storesvc.watch.watcher import ChangeCache
 from storesvc_proto.v1 import tree_pb2
@@ -36,6 +35,7 @@ from tests.support.faulty_bucket import (
     no_faults,
 )
 from tests.support.old_server import old_server
+from tests.support.recorded_calls import record_calls, rpcs_in
 from tests.support.server_process import ServerProcess
 from tests.support.thread_server import ThreadServer
 
@@ -68,22 +68,6 @@ def client(request: pytest.FixtureRequest, root: str) -> Iterator[store.Client]:
         yield client
 
 
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """Yields the rpcs of the upload service of this process that have ended."""
-    found: list[str] = []
-
-    def note(event: events.Event) -> None:
-        if isinstance(event, events.CallEnded) and "UploadService" in event.method:
-            found.append(event.method.rpartition("/")[2])
-
-    events.subscribe(note)
-    try:
-        yield found
-    finally:
-        events.unsubscribe(note)
-
-
 def tree(step: int, size_bytes: int = 300_000) -> dict[str, Any]:
     return {
         "w": np.full(size_bytes // 8 - 2, step, np.float64),
@@ -100,12 +84,12 @@ def same(expected: dict[str, Any], found: dict[str, Any]) -> bool:
 
 def test_a_small_save_is_one_call_and_comes_back(client: store.Client) -> None:
     run = client.run(RUN)
-    with counted() as calls:
+    with record_calls("UploadService") as calls:
         save = run.save(1, tree(1), labels={"a": "b"}, metrics={"loss": 0.5})
         saved = save.result()
         report = save.report()
 
-    assert ["CreateCheckpoint"] == calls
+    assert ["CreateCheckpoint"] == rpcs_in(calls)
     assert same(tree(1), run.restore(1))
     assert ({"a": "b"}, {"loss": 0.5}) == (dict(saved.labels), dict(saved.metrics))
     assert report.total_bytes == report.sent_bytes > 300_000
@@ -117,11 +101,11 @@ def test_a_small_save_is_one_call_and_comes_back(client: store.Client) -> None:
 
 def test_items_and_empty_trees_are_small(client: store.Client) -> None:
     run = client.run(RUN)
-    with counted() as calls:
+    with record_calls("UploadService") as calls:
         run.save(1, {}, items={"config": {"a": [1, 2]}}).result()
         run.save(2, {"e": np.zeros((0, 3))}).result()
 
-    assert ["CreateCheckpoint"] * 2 == calls
+    assert ["CreateCheckpoint"] * 2 == rpcs_in(calls)
     assert {"a": [1, 2]} == run.items(1)["config"]
     assert (0, 3) == run.restore(2)["e"].shape
     assert run.verify(2).ok
@@ -134,34 +118,38 @@ def test_items_and_empty_trees_are_small(client: store.Client) -> None:
 def test_the_limit_is_a_mebibyte(
     tmp_path: Path, *, more_bytes: int, expected: list[str]
 ) -> None:
-    with store.connect(f"{tmp_path.as_uri()}/store") as client, counted() as calls:
+    with (
+        store.connect(f"{tmp_path.as_uri()}/store") as client,
+        record_calls("UploadService") as calls,
+    ):
         leaf = np.zeros((MIB - 4 + more_bytes) // 4, np.float32)
         client.run(RUN).save(1, {"w": leaf}).result()
-        found = [call for call in calls if call in ("CreateCheckpoint", *expected)]
 
-    assert expected == found
+    shown = "CreateCheckpoint", *expected
+    assert expected == [rpc for rpc in rpcs_in(calls) if rpc in shown]
 
 
 def test_names_that_do_not_fit_into_one_call_are_no_error(client: store.Client) -> None:
     long = {f"{'k' * 400}{n}": np.full(280, n, np.float32) for n in range(900)}
     run = client.run(RUN)
-    with counted() as calls:
+    with record_calls("UploadService") as calls:
         run.save(1, long).result()
         run.save(2, tree(2)).result()
 
-    assert ["BeginUpload", "CreateCheckpoint"] == [calls[0], calls[-1]]
+    first, *_, last = rpcs_in(calls)
+    assert ("BeginUpload", "CreateCheckpoint") == (first, last)
     assert same(long, run.restore(1))
 
 
 def test_what_the_last_save_had_is_sent_again(client: store.Client) -> None:
     run = client.run(RUN)
     run.save(1, tree(1)).result()
-    with counted() as calls:
+    with record_calls("UploadService") as calls:
         report = run.save(2, tree(1)).report()
     run.delete(1)
     run.purge(1)
 
-    assert ["CreateCheckpoint"] == calls
+    assert ["CreateCheckpoint"] == rpcs_in(calls)
     assert report.total_bytes == report.sent_bytes
     assert same(tree(1), run.restore(2))
 
@@ -230,14 +218,17 @@ def test_a_reply_that_is_lost_is_no_conflict(tmp_path: Path, transport: str) -> 
     try:
         with ThreadServer(root) as server:
             target = root if transport == "in process" else server.address
-            with store.connect(target) as client, counted() as calls:
+            with (
+                store.connect(target) as client,
+                record_calls("UploadService") as calls,
+            ):
                 saved = client.run(RUN).save(1, tree(1)).result()
                 again = client.run(RUN).checkpoint(1)
                 assert same(tree(1), client.run(RUN).restore(1))
     finally:
         failpoints.arm({})
 
-    assert ["CreateCheckpoint"] * 2 == calls
+    assert ["CreateCheckpoint"] * 2 == rpcs_in(calls)
     assert saved.uid == again.uid
 
 
@@ -280,7 +271,7 @@ def test_a_server_of_an_earlier_release_gets_the_calls_that_it_knows(
     with (
         old_server(f"{tmp_path.as_uri()}/store") as server,
         store.connect(server.address) as client,
-        counted() as calls,
+        record_calls("UploadService") as calls,
     ):
         run = client.run(RUN)
         changing = tree(1)
@@ -291,8 +282,8 @@ def test_a_server_of_an_earlier_release_gets_the_calls_that_it_knows(
         assert same(tree(1), run.restore(1))
         assert same(tree(2), run.restore(2))
 
-    assert ["BeginUpload"] * 2 == [call for call in calls if call == "BeginUpload"]
-    assert "CreateCheckpoint" not in calls
+    found = rpcs_in(calls)
+    assert (2, 0) == (found.count("BeginUpload"), found.count("CreateCheckpoint"))
 
 
 # Between any two writes.

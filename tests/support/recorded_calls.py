@@ -20,13 +20,17 @@ def record_calls(*names: str) -> Iterator[list[events.CallEnded]]:
     Args:
         names: Names of services or rpcs that are recorded; none: all.
     """
-    begun, ended = list[events.CallStarted](), list[events.CallEnded]()
+    begun, ended = list[str](), list[events.CallEnded]()
 
     def record(event: events.Event) -> None:
-        if isinstance(event, events.CallStarted | events.CallEnded) and (
-            not names or any(name in event.method for name in names)
-        ):
-            (begun if isinstance(event, events.CallStarted) else ended).append(event)
+        if not isinstance(event, events.CallStarted | events.CallEnded):
+            return
+        if names and not any(name in event.method for name in names):
+            return
+        if isinstance(event, events.CallEnded):
+            ended.append(event)
+        else:
+            begun.append(event.method)
 
     events.subscribe(record)
     try:

@@ -14,7 +14,7 @@ from storesvc.format.grids import Region, part, whole
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._mapping.expressions import Expression, Source
 from storesvc_client._mapping.planning import MappedTree, plan_mapping
-from storesvc_client._mapping.rules import check_rules
+from storesvc_client._mapping.rules import ARITHMETIC, check_rules
 from storesvc_client._values.places import Place, copy_elements
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -60,7 +60,7 @@ def build(
     if not math.prod(expression.shape):
         return np.empty(expression.shape, expression.dtype), 0
     values = expression.build(wanted, iter(found))
-    np.testing.assert_array_equal(values, fill_places(expression, arrays, wanted))
+    assert values.tobytes() == fill_places(expression, arrays, wanted).tobytes()
     return values, sum(each.size for each in found)
 
 
@@ -132,9 +132,13 @@ def draw_change(random: Random, array: Array) -> tuple[dict[str, Any], Array] | 
     rank, size = array.ndim, array.size
     axis = random.randrange(rank) if rank else 0
     along = array.shape[axis] if rank else 0
-    name = random.choice(
-        ["transpose", "reshape", "axes", "slice", "pad", "repeat", "cast", "heads"]
-    )
+    moves = ["transpose", "reshape", "axes", "slice", "pad", "repeat", "cast", "heads"]
+    name = random.choice([*moves, *ARITHMETIC])
+    if name in ARITHMETIC:
+        root: dict[str, Any] = {"axis": axis - rank, "power": 0.5}
+        number = along**0.5 if along else random.choice([0.5, -3, 1.1])
+        made = getattr(np, name)(array, array.dtype.type(number))
+        return {name: root if along else number}, made
     if name == "transpose":
         axes = random.sample(range(rank), rank)
         return {name: axes}, array.transpose(axes)

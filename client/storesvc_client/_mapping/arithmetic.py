@@ -1,16 +1,16 @@
-"""Operations that compute: merged adapters, and quantized weights as numbers.
+"""Operations that compute: arithmetic, merged adapters, quantized weights as numbers.
 
-All other expressions move elements. Each of these makes one array of several, a region
-of it of the regions of those that it needs, and every element in one order of
-operations: it has the same bits whatever region it is part of. So a restore returns the
-same values on any devices. There is no way back: the parts are not in the result.
+All other expressions move elements. Each of these makes a region of its array of the
+regions of others that it needs, and every element in one order of operations: it has
+the same bits whatever region it is part of. So a restore returns the same values on any
+devices. No way back returns every bit: the parts are not in the result.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from storesvc_client._mapping.expressions import (
     Shape,
     Source,
     Transpose,
+    check_axis,
 )
 
 BLOCK_ELEMENTS: Final = 32 << 10
@@ -31,8 +32,6 @@ BLOCK_ELEMENTS: Final = 32 << 10
 
 ADAPTED: Final = ("float32", "bfloat16", "float16")
 """Dtypes of weights that adapters are merged into, and of adapters."""
-
-MAX_SCALE: Final = float(np.finfo(np.float32).max)
 
 E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the 4 bits of an MXFP4 element; with the highest bit set they are
@@ -75,6 +74,57 @@ class _Computed(Expression):
 
 
 @dataclass(frozen=True)
+class Arithmetic(_Computed):
+    """Each element and one number, added, subtracted, multiplied or divided in float32,
+    or in float64 if that is the dtype, and then rounded to the dtype."""
+
+    operator: str
+    number: float
+
+    @classmethod
+    def make(
+        cls, operator: str, inner: Expression, operand: float | Mapping[str, Any]
+    ) -> "Arithmetic":
+        """Returns an array with an operation on each element.
+
+        Args:
+            operator: Name of the operation.
+            inner: The array.
+            operand: The number; or the axis whose size to a power it is, and a dtype
+                that this is rounded to.
+        """
+        with np.errstate(all="ignore"):
+            if isinstance(operand, Mapping):
+                axis = check_axis(operator, inner, operand["axis"])
+                power = np.float64(inner.shape[axis]) ** operand["power"]
+                operand = float(power.astype(operand.get("dtype", "float64")))
+            number = float(np.asarray(operand, _choose_wide(inner.dtype)))
+        if not (
+            is_floating(inner.dtype)
+            and np.isfinite(number)
+            and (number != 0 or operator in ("add", "subtract"))
+        ):
+            raise ValueError(
+                f"{operator}: expected a floating-point dtype and a finite number, "
+                f"not 0 in multiply and divide, got {inner} and {number}"
+            )
+        return cls(inner.dtype, inner.shape, (inner,), operator, number)
+
+    def back(self, region: Region) -> Sequence[Region]:
+        return (region,)
+
+    def compute(self, region: Region, *parts: Array) -> Array:  # noqa: ARG002 - as in all
+        wide = _choose_wide(self.dtype)
+        operate: np.ufunc = getattr(np, self.operator)
+        return np.asarray(operate(parts[0].astype(wide), wide.type(self.number)))
+
+
+def _choose_wide(dtype: str) -> np.dtype[Any]:
+    """Returns the dtype that elements are computed in."""
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+@dataclass(frozen=True)
 class LoraMerge(_Computed):
     """Weights with a LoRA adapter: ``base + (b @ a) * scale``, as PEFT merges it.
 
@@ -104,8 +154,6 @@ class LoraMerge(_Computed):
             fan_in_fan_out: The weights are (in, out).
         """
         base, a, b = parts
-        if not -MAX_SCALE <= scale <= MAX_SCALE:
-            raise ValueError(f"lora_merge: expected a finite scale, got {scale}")
         if {a.dtype, b.dtype, base.dtype} - {*ADAPTED} or a.dtype != b.dtype:
             raise ValueError(
                 f"lora_merge: expected arrays of {', '.join(ADAPTED)}, and a and b of "

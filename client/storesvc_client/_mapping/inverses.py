@@ -2,12 +2,13 @@
 
 The inverse of a rule has its keys exchanged, and the inverses of its operations in the
 opposite order. What the target does not contain has none: leaves and elements that
-were left out, digits that a cast removed, and which of several equal leaves is meant.
+were left out, digits that a cast or arithmetic removed, and which of several equal
+leaves is meant.
 
 ``invert_rules`` plans the inverse on the target before it returns it: it makes each
 leaf of the source, so both together return every bit, except that a cast may change the
 payload of a NaN. ``invert_document`` needs no tree, but operations whose inverse is the
-same for every tree.
+same for every tree. It takes arithmetic back, with the rounding of both ways.
 """
 
 import json
@@ -80,8 +81,9 @@ def invert_rules(mapped: MappedTree, source: Tree) -> Document:
 
 def invert_document(rules: Rules) -> list[dict[str, Any]]:
     """Returns rules that make the source again, whatever it is, but for what they leave
-    out. Tied leaves are left out, too: the head of a tied model, which EasyDeL keeps
-    and does not use, so that it need not equal the embedding.
+    out, and for the rounding of arithmetic. Tied leaves are left out, too: the head of
+    a tied model, which EasyDeL keeps and does not use, so that it need not equal the
+    embedding.
 
     Raises:
         ValueError: The inverse of a rule depends on the tree.
@@ -91,7 +93,7 @@ def invert_document(rules: Rules) -> list[dict[str, Any]]:
             **(
                 _drop_targets(rule)
                 if rule.tie is not None
-                else _invert_rule(rule, [{}] * len(rule.operations))
+                else _invert_rule(rule, [{}] * len(rule.operations), may_round=True)
             ),
             "optional": rule.is_optional,
         }
@@ -100,7 +102,10 @@ def invert_document(rules: Rules) -> list[dict[str, Any]]:
     ]
 
 
-def _invert_rule(rule: Rule, steps: Sequence[Streams]) -> dict[str, Any]:
+def _invert_rule(
+    rule: Rule, steps: Sequence[Streams], *, may_round: bool = False
+) -> dict[str, Any]:
+    """Returns the inverse of a rule; of arithmetic, too, if it may round."""
     if rule.default is not None:
         return _drop_targets(rule)
     if rule.tie is not None:
@@ -115,11 +120,12 @@ def _invert_rule(rule: Rule, steps: Sequence[Streams]) -> dict[str, Any]:
         width = follow(operation, known, width)
     if width < len(rule.targets):
         raise ValueError("it makes several leaves of one, which may differ later")
-    if computing := [each for each in rule.operations if each.name in COMPUTING]:
-        raise ValueError(
-            f"{computing[0].name} computes, and its result does not contain what it "
-            "was made of"
-        )
+    for each in rule.operations:
+        if each.name in COMPUTING and not (may_round and each.name in _INVERSES):
+            raise ValueError(
+                f"{each.name} computes, and its result does not contain every bit "
+                "that it was made of"
+            )
     operations = [
         inverse
         for operation, before in zip(rule.operations, steps, strict=False)
@@ -242,4 +248,8 @@ _INVERSES: Final[Mapping[str, Inverse]] = {
     "deinterleave": lambda given, _: iter([{"interleave": {"axis": given["axis"]}}]),
     "repeat": _repeat,
     "permute_heads": _permute_heads,
+    "add": lambda given, _: iter([{"subtract": given[""]}]),
+    "subtract": lambda given, _: iter([{"add": given[""]}]),
+    "multiply": lambda given, _: iter([{"divide": given[""]}]),
+    "divide": lambda given, _: iter([{"multiply": given[""]}]),
 }

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, Final, TypeAlias
 
@@ -29,6 +30,7 @@ from storesvc.format.keys import (
 )
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._mapping.arithmetic import (
+    Arithmetic,
     Dequantize,
     DequantizeMxfp4,
     LoraMerge,
@@ -45,7 +47,7 @@ from storesvc_client._mapping.expressions import (
     Transpose,
     check_axis,
 )
-from storesvc_client._mapping.rules import Operation, Rule, Rules
+from storesvc_client._mapping.rules import ARITHMETIC, Operation, Rule, Rules
 from storesvc_client._mapping.templates import Template, Value
 from storesvc_client._values.key_patterns import nearest_keys
 from storesvc_client.errors import InvalidRequestError, MismatchError
@@ -539,6 +541,12 @@ def _permute_heads(inner: Expression, given: Mapping[str, Any]) -> Expression:
     return Reshape.make(Transpose.make(Reshape.make(inner, divided), axes), inner.shape)
 
 
+def _compute(
+    name: str, arrays: Sequence[Expression], given: Mapping[str, Any]
+) -> Iterable[Expression]:
+    return [Arithmetic.make(name, each, given[""]) for each in arrays]
+
+
 _OPERATIONS: Final[
     Mapping[
         str, Callable[[Sequence[Expression], Mapping[str, Any]], Iterable[Expression]]
@@ -553,6 +561,7 @@ _OPERATIONS: Final[
     "pad": lambda arrays, given: [Join.pad(x, **given) for x in arrays],
     "repeat": lambda arrays, given: [Repeat.make(x, **given) for x in arrays],
     "permute_heads": lambda arrays, given: [_permute_heads(x, given) for x in arrays],
+    **{name: partial(_compute, name) for name in ARITHMETIC},
     # several of one
     "split": lambda arrays, given: _split(arrays[0], **given),
     "deinterleave": lambda arrays, given: _deinterleave(arrays[0], **given),

@@ -46,6 +46,9 @@ MAX_LISTED: Final = 1_000
 MAX_OPERATIONS: Final = 32
 """Maximum operations of a rule."""
 
+MAX_REAL: Final = (2 - 2**-23) * 2.0**127
+"""Largest number of float32."""
+
 OTHERWISE: Final = ("error", "keep", "drop")
 
 Document: TypeAlias = Mapping[str, Any]
@@ -73,6 +76,22 @@ def _are_integers(value: Any) -> bool:
     return is_list and all(map(_is_integer, value))
 
 
+def _is_real(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MAX_REAL
+
+
+def _is_operand(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return _is_real(value)
+    given = {"dtype": "float32", **value}
+    return (
+        given.keys() == {"axis", "power", "dtype"}
+        and _is_integer(given["axis"])
+        and _is_real(given["power"])
+        and given["dtype"] in ("float32", "bfloat16", "float16")
+    )
+
+
 _FLAG: Final = Check("true or false", lambda value: isinstance(value, bool))
 _INTEGER: Final = Check("an integer", _is_integer)
 _INTEGERS: Final = Check("a list of integers", _are_integers)
@@ -92,6 +111,11 @@ _PARTS: Final = Check(
     lambda value: _is_integer(value) and 2 <= value <= MAX_LISTED,
 )
 _NUMBER: Final = Check("a number", lambda value: type(value) in (bool, int, float))
+_REAL: Final = Check("a finite number of float32", _is_real)
+_OPERAND: Final = Check(
+    "a finite number, or {axis = , power = } for the size of an axis to a power",
+    _is_operand,
+)
 _NAME: Final = Check(
     "a name", lambda value: isinstance(value, str) and value.isidentifier()
 )
@@ -103,6 +127,9 @@ _DTYPE: Final = Check(
 _LAYOUT: Final = Check(
     "'halves' or 'interleaved'", lambda value: value in ("halves", "interleaved")
 )
+
+ARITHMETIC: Final = ("add", "subtract", "multiply", "divide")
+"""The operations on each element and a number."""
 
 OPERATIONS: Final[Mapping[str, Check | Mapping[str, Check]]] = {
     "transpose": _INTEGERS,
@@ -119,8 +146,9 @@ OPERATIONS: Final[Mapping[str, Check | Mapping[str, Check]]] = {
     "deinterleave": {"axis": _INTEGER, "parts": _PARTS},
     "repeat": {"axis": _INTEGER, "times": _INTEGER},
     "permute_heads": {"axis": _INTEGER, "heads": _INTEGER, "from": _LAYOUT},
+    **dict.fromkeys(ARITHMETIC, _OPERAND),
     "lora_merge": {
-        "scale": _NUMBER,
+        "scale": _REAL,
         "fan_in_fan_out": _FLAG._replace(is_required=False),
     },
     "dequantize": {"block": _SIZES, "to": _DTYPE},
@@ -129,11 +157,13 @@ OPERATIONS: Final[Mapping[str, Check | Mapping[str, Check]]] = {
 """The argument of each operation, or its arguments by name."""
 
 COMPUTING: Final[Mapping[str, int]] = {
+    **dict.fromkeys(ARITHMETIC, 1),
     "lora_merge": 3,
     "dequantize": 2,
     "dequantize_mxfp4": 2,
 }
-"""The operations that compute with elements, and how many arrays each makes one of."""
+"""The operations that compute with elements, and how many arrays each makes one of; 1:
+of each array one."""
 
 _DEFAULT: Final = {"shape": _SIZES, "dtype": _DTYPE, "value": _NUMBER}
 
@@ -349,7 +379,7 @@ def follow(operation: Operation, known: dict[str, str], width: int) -> int:
             if width != 1:
                 raise ValueError(f"{operation.name}: expected one array, got {width}")
             return given["parts"] if "parts" in given else len(given["sizes"])
-        case name, _ if name in COMPUTING:
+        case name, _ if COMPUTING.get(name, 1) > 1:
             if width != COMPUTING[name]:
                 raise ValueError(
                     f"{name}: expected {COMPUTING[name]} keys in from, got {width}"

@@ -133,6 +133,22 @@ GPT_OSS = {
     "mlp/experts/down_proj": (3, 5, 4),
     "mlp/experts/down_proj_bias": (3, 4),
 }
+DENSE = {
+    "self_attn/q_proj/weight": (8, 4),
+    "self_attn/k_proj/weight": (4, 4),
+    "self_attn/v_proj/weight": (4, 4),
+    "self_attn/o_proj/weight": (4, 8),
+    "input_layernorm/weight": (4,),
+    "post_attention_layernorm/weight": (4,),
+    "mlp/gate_proj/weight": (5, 4),
+    "mlp/up_proj/weight": (5, 4),
+    "mlp/down_proj/weight": (4, 5),
+}
+GEMMA = {
+    **DENSE,
+    "pre_feedforward_layernorm/weight": (4,),
+    "post_feedforward_layernorm/weight": (4,),
+}
 
 
 def map_model(table: str, model: Arrays) -> Arrays:
@@ -143,17 +159,21 @@ def map_model(table: str, model: Arrays) -> Arrays:
 
 
 @pytest.mark.parametrize(
-    ("table", "shapes"),
-    [("qwen3_moe-maxtext", QWEN_MAXTEXT), ("gpt_oss-maxtext", GPT_OSS)],
+    ("table", "shapes", "size"),
+    [
+        ("qwen3_moe-maxtext", QWEN_MAXTEXT, 2),
+        ("gpt_oss-maxtext", GPT_OSS, 2),
+        ("llama3.1-maxtext", DENSE, 4),  # the root is a power of two
+    ],
 )
 @pytest.mark.parametrize("words", ["", "-tied", "-scanned", "-tied-scanned"])
 def test_a_table_of_maxtext_and_its_inverse_return_every_bit(
-    table: str, shapes: Shapes, words: str
+    table: str, shapes: Shapes, size: int, words: str
 ) -> None:
     model = make_model("tied" not in words, 4, shapes)
     name = f"{table}{words}"
 
-    made = map_model(f"{name}-head_dim=2", model)
+    made = map_model(f"{name}-head_dim={size}", model)
     assert (f"{LAYERS.removesuffix('layers')}logits_dense/kernel" in made) == (
         "tied" not in words
     )
@@ -163,7 +183,7 @@ def test_a_table_of_maxtext_and_its_inverse_return_every_bit(
         "opt_state/mu/decoder/decoder_norm/scale": np.ones(4),
         "nnx_aux/rngs/count": np.uint32(1),
     }
-    for back in (f"{name}-inverse", f"{name}-inverse-head_dim=2"):
+    for back in (f"{name}-inverse", f"{name}-inverse-head_dim={size}"):
         found = map_model(back, state)
 
         assert model.keys() == found.keys()
@@ -198,6 +218,62 @@ def test_layers_of_gpt_oss_are_scanned_in_pairs() -> None:
         np.stack([each[..., 1::2] for each in both], 1),
         made[f"{LAYERS}/layers_1/GptOssMlp/wi_1"],
     )
+
+
+def test_queries_of_llama_are_divided_and_those_of_llama_3_1_are_in_pairs() -> None:
+    model = make_model(shapes=DENSE)
+    queries = model["model/layers/0/self_attn/q_proj/weight"].T.reshape(4, 4, 2)
+    wide = model["model/layers/1/self_attn/q_proj/weight"].T.reshape(4, 2, 4)
+
+    for table, size, key, expected in [
+        ("llama3", 2, "layers_0", queries * np.float32(1 / np.sqrt(2))),
+        ("mistral", 4, "layers_1", wide / 2),
+        ("llama3.1", 4, "layers_1", wide[..., [0, 2, 1, 3]] / 2),
+    ]:
+        made = map_model(f"{table}-maxtext-head_dim={size}", model)
+        found = made[f"params/params/decoder/{key}/self_attention/query/kernel"]
+        np.testing.assert_array_equal(expected, found)
+
+
+@pytest.mark.parametrize("words", ["", "-scanned"])
+def test_layers_of_gemma_2_are_local_and_global_in_turn(words: str) -> None:
+    model = make_model(heads=0, layers=4, shapes=GEMMA)
+    norms = [model[f"model/layers/{n}/input_layernorm/weight"] + 1 for n in range(4)]
+
+    made = map_model(f"gemma2-maxtext{words}-head_dim=4", model)
+    back = map_model(f"gemma2-maxtext{words}-inverse", made)
+
+    for kind, wanted in [("local", norms[::2]), ("global", norms[1::2])]:
+        key = f"pre_self_attention_norm_{kind}/scale"
+        keys = [f"{LAYERS}/{key}"] if words else [f"{LAYERS}_{n}/{key}" for n in (0, 1)]
+        found = made[keys[0]].T if words else [made[key] for key in keys]
+        np.testing.assert_array_equal(wanted, found)
+    np.testing.assert_array_equal(
+        model["model/embed_tokens/weight"] * 2,
+        made["params/params/token_embedder/embedding"],
+    )
+    assert model.keys() == back.keys()
+    for key, array in model.items():
+        np.testing.assert_allclose(array, back[key], rtol=2**-23, atol=2**-23)
+
+
+@pytest.mark.parametrize(
+    ("table", "layers", "expected"),
+    [
+        ("gemma2-maxtext", 3, "a multiple of 2 for the size of axis 0, got 3"),
+        ("gemma2-maxtext-scanned", 3, "a multiple of 2 for the size of axis 1, got 3"),
+        ("gemma3_text-maxtext-scanned", 8, r"reshape: .* \[4, 8\]"),
+    ],
+)
+def test_layers_that_do_not_fill_blocks_are_rejected(
+    table: str, layers: int, expected: str
+) -> None:
+    norms: Shapes = {f"self_attn/{name}_norm/weight": (4,) for name in "qk"}
+    shapes = GEMMA if "gemma2" in table else {**GEMMA, **norms}
+    model = describe_tree(make_model(heads=0, layers=layers, shapes=shapes))
+
+    with pytest.raises(store.MismatchError, match=expected):
+        plan_mapping(load_table(f"{table}-head_dim=4"), model, name="files")
 
 
 def test_another_size_of_a_head_than_the_model_has_is_rejected() -> None:

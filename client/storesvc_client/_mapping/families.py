@@ -4,6 +4,7 @@ A table makes the model of a checkpoint of EasyDeL, as ``save_state``, ``save_mo
 and ``storesvc_client.nnx.save`` save it, from the files of transformers, or, if its
 name ends with ``-maxtext``, that of a checkpoint of MaxText. It is a document in
 ``tables/``, named as the ``model_type`` of transformers, and has no size of a model.
+MaxText has two kinds of Llama: a table for each has the number of its release.
 The words behind its name change it:
 
 ========== ==================================================================
@@ -90,19 +91,20 @@ def load_table(name: str) -> Rules:
     if "tied" in words:
         rules = [rule for rule in rules if rule.get("to") not in _HEADS]
         rules += [] if is_maxtext else [_TIE]
-    if "scanned" in words:
-        scanned = table.get("scanned", _SCANNED)
-        rules = [_stack_layers(rule, **scanned) for rule in rules]
+    is_scanned = "scanned" in words
+    layers = table.get("scanned", _SCANNED) if is_scanned else table.get("apart")
+    if layers is not None:
+        rules = [_change_layers(rule, **layers) for rule in rules]
     if "inverse" in words:
         forward = check_rules({"version": VERSION, "rules": rules}, name=family)
         rules = [*invert_document(forward), *_OTHERS]
     return check_rules({"version": VERSION, "rules": rules}, name=name)
 
 
-def _stack_layers(
+def _change_layers(
     rule: Mapping[str, Any], key: str, operations: list[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Returns a rule that stacks what it makes of each layer."""
+    """Returns a rule with other keys and more operations, if it makes layers."""
     to = [rule["to"]] if isinstance(rule.get("to"), str) else rule.get("to", [])
     if not any("{layer}" in each for each in to):
         return rule

@@ -1,7 +1,8 @@
 """Each region of a leaf gets its own elements, for every layout of buffers."""
 
 import math
-from itertools import pairwise
+from dataclasses import replace
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,16 @@ from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.grids import Grid, Region, part, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffers import Buffer, Span, plan_buffer_layout
+from storesvc_client._chunks.buffers import (
+    Buffer,
+    Group,
+    Segment,
+    Span,
+    plan_buffer_layout,
+    plan_part_layout,
+)
 from storesvc_client._restore.assembly import Assembly
+from storesvc_client._values.places import Place
 from storesvc_client.errors import LimitError
 from storesvc_proto.v1 import tree_pb2 as pb
 from tests.support.examples import examples
@@ -108,6 +117,80 @@ def test_every_region_gets_its_elements_in_any_order_of_chunks(
             expected = part(values, whole(shape), region)
             assert expected.shape == array.shape
             assert np.array_equal(expected, array)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.data())
+def test_axes_of_a_leaf_may_be_divided_and_in_another_order(
+    data: st.DataObject,
+) -> None:
+    sizes = tuple(
+        tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+        for _ in range(data.draw(st.integers(1, 3)))
+    )
+    shape = tuple(map(math.prod, sizes))
+    chunk_shape = tuple(data.draw(st.integers(1, n)) for n in shape)
+    divided = tuple(chain.from_iterable(sizes))
+    ends = st.tuples(*(st.integers(0, n - 1) for n in divided))
+    starts, stops = data.draw(ends), data.draw(ends)
+    region = tuple(
+        (min(a, b), max(a, b) + 1) for a, b in zip(starts, stops, strict=True)
+    )
+    axes = data.draw(st.permutations(range(len(divided))))
+    values = np.arange(math.prod(shape), dtype=np.int16).reshape(shape)
+    expected = part(values.reshape(divided), whole(divided), region).transpose(axes)
+    place = Place.of_array(expected.shape, 2).transpose(np.argsort(axes).tolist())
+    manifest, stored = a_manifest(values, chunk_shape)
+    part_of_leaf = Segment(region=region, place=place, sizes=sizes)
+    layout = plan_part_layout(manifest.tree.grids[0], [(0, part_of_leaf)])
+    (count,) = (group.chunk_count for group in layout.groups)
+    holds = whole(expected.shape)
+    own = Segment(
+        region=holds, place=Place.of_array(expected.shape, 2), regions=(holds,)
+    )
+    group = Group(
+        segments=(replace(own, inside=(own.place,)),),
+        regions=(holds,),
+        size_bytes=expected.nbytes,
+        chunk_count=count,
+    )
+    piece = data.draw(st.integers(1, 40))
+
+    for in_pieces in (True, False):
+        buffer, found = Buffer(0, group, values.dtype), list[Any]()
+        assembly = Assembly(
+            manifest,
+            [],
+            shared=[(0, layout, [buffer])],
+            name="x",
+            place=lambda buffer, found=found: found.extend(buffer.arrays),  # type: ignore[misc]
+        )
+        for ordinal in assembly.missing:
+            assembly.begin([ordinal])
+            elements = np.frombuffer(stored[ordinal][:-4], np.uint8)
+            held = manifest.tree.grids[0].region(ordinal)
+            if not in_pieces:
+                array = np.ascontiguousarray(part(values, whole(shape), held))
+                assembly.copy_region(ordinal, held, array)
+            else:
+                for at, end, into in assembly.pieces(ordinal, piece):
+                    if into is not None:
+                        into[...] = elements[at:end]
+                    else:
+                        assembly.copy_elements(ordinal, elements[at:end], at)
+            assembly.finish(ordinal)
+
+        (array,) = found
+        assert np.array_equal(expected, array)
+    needed = {
+        ordinal
+        for ordinal in range(manifest.tree.chunk_count)
+        if np.isin(
+            expected,
+            part(values, whole(shape), manifest.tree.grids[0].region(ordinal)),
+        ).any()
+    }
+    assert needed == {*layout.chunks.tolist()}
 
 
 def test_a_chunk_of_adjacent_shards_is_one_contiguous_range() -> None:

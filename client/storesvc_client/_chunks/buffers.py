@@ -11,15 +11,17 @@ Leaves of the same shape with the same wanted regions share a layout; a tree has
 leaves and few such combinations.
 
 A leaf may also fill parts of buffers that others own (``plan_part_layout``): parts of
-any strides, such as a layer of a stacked array or a transposed one.
+any strides, such as a layer of a stacked array or a transposed one. Where each axis of
+a leaf is divided into several, which a buffer has in another order, a part is a region
+of these.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import Any, Final, TypeAlias
+from itertools import chain, groupby, islice, product
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 from storesvc.format.chunks import I64
 from storesvc.format.grids import Grid, Region, intersection
 from storesvc_client._chunks.memory import ALIGNMENT, COPIED_BYTES
-from storesvc_client._values.places import Place
+from storesvc_client._values.places import Place, is_empty, list_boxes, measure, within
 
 GROUP_BYTES: Final = 64 << 20
 """Maximum size of a group of segments, unless one segment is larger."""
@@ -38,7 +40,7 @@ millions of chunks would take gigabytes."""
 
 NDArrayAny: TypeAlias = NDArray[Any]
 Bytes: TypeAlias = NDArray[np.uint8]
-Index: TypeAlias = tuple[Any, ...]
+Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -46,6 +48,7 @@ class Segment:
     """A part of a leaf that is one array in memory."""
 
     region: Region
+    """Region of the leaf; of the axes of ``sizes``, if it has some."""
     place: Place
     """Its place in the memory of its group."""
     size_bytes: int = 0
@@ -54,8 +57,59 @@ class Segment:
     """True if the memory has another dtype than the leaf."""
     regions: tuple[Region, ...] = ()
     """The wanted regions that it consists of."""
-    inside: tuple[Index, ...] = ()
-    """Index of each of them within the segment."""
+    inside: tuple[Place, ...] = ()
+    """The place of each of them."""
+    sizes: Sizes = ()
+    """The axes that each axis of the leaf is divided into; empty: they are its own."""
+
+    def copies(self, region: Region, array: Place) -> Iterator[tuple[Place, Place]]:
+        """Yields places of its elements in an array of a region of the leaf, each with
+        the place that the elements go to."""
+        for found, own in (
+            self._divide(region, array) if self.sizes else [(array, region)]
+        ):
+            shared = intersection(own, self.region)
+            if not is_empty(shared):
+                into = self.place.part(within(shared, self.region))
+                yield found.part(within(shared, own)), into
+
+    def _divide(self, region: Region, array: Place) -> Iterator[tuple[Place, Region]]:
+        """Yields the boxes of divided axes that an array consists of."""
+        if is_empty(region):
+            return
+        each = zip(self.sizes, region, strict=True)
+        for boxes in product(*([*list_boxes(sizes, *along)] for sizes, along in each)):
+            shapes = [measure(box) for box, _ in boxes]
+            along = (
+                (first - start, first - start + math.prod(shape))
+                for (_, first), (start, _), shape in zip(
+                    boxes, region, shapes, strict=True
+                )
+            )
+            own = tuple(chain.from_iterable(box for box, _ in boxes))
+            yield array.part(tuple(along)).divide(shapes), own
+
+    def list_chunks(self, grid: Grid) -> Iterator[I64]:
+        """Yields the numbers along each axis of the chunks that have elements of it."""
+        if not self.sizes:
+            for (start, stop), c in zip(self.region, grid.chunk_shape, strict=True):
+                yield np.arange(start // c, -(-stop // c))
+            return
+        axes, lengths = (
+            iter(self.region),
+            zip(grid.shape, grid.chunk_shape, strict=True),
+        )
+        for sizes, (n, c) in zip(self.sizes, lengths, strict=True):
+            own = tuple(islice(axes, len(sizes)))
+            found = [
+                start // c
+                for start in range(0, n, c)
+                if any(
+                    not is_empty(intersection(box, own))
+                    for box, _ in list_boxes(sizes, start, min(n, start + c))
+                )
+            ]
+            yield np.array(found, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -78,33 +132,14 @@ class Span:
     """Offset of its first byte in the memory of the group."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Copy:
-    """A part of a chunk that is copied into a segment."""
+class Copy(NamedTuple):
+    """Elements of a chunk that are copied into a segment."""
 
     group: int
-    segment: int
-    source: Index
-    """Index of the part within the chunk."""
-    target: Index
-    """Index of the part within the segment."""
-
-    def of_rows(self, axis: int, first: int, stop: int) -> tuple[Index, Index] | None:
-        """Returns source and target for a range of rows of the chunk, the source
-        relative to its first row; None if no element of them is copied."""
-        source, target = self.source[axis], self.target[axis]
-        start, end = max(source.start, first), min(source.stop, stop)
-        if start >= end:
-            return None
-        shift = target.start - source.start
-        rows, into = (
-            slice(start - first, end - first),
-            slice(start + shift, end + shift),
-        )
-        return (
-            (*self.source[:axis], rows, *self.source[axis + 1 :]),
-            (*self.target[:axis], into, *self.target[axis + 1 :]),
-        )
+    source: Place
+    """Their place in the chunk, or a part of it."""
+    target: Place
+    """Their place in the memory of the group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -114,6 +149,8 @@ class Goal:
     within: int
     """Number of the chunk within its leaf."""
     groups: tuple[int, ...]
+    holders: Sequence[tuple[int, int]]
+    """Group and number of the segments that hold its elements."""
     goes: Span | tuple[Copy, ...]
 
 
@@ -149,10 +186,43 @@ class BufferLayout:
             first = chunks.searchsorted(within, side="left")
             last = chunks.searchsorted(within, side="right")
             holders = [self.places[n] for n in segments[first:last].tolist()]
-            goal = _goal(self.grid, within, holders, self.groups)
+            goal = self._find_goal(within, holders)
             if len(self.chunks) <= _KEPT_GOALS:
                 self._goals[within] = goal
         return goal
+
+    def _find_goal(self, within: int, holders: Sequence[tuple[int, int]]) -> Goal:
+        region, shape = self.grid.region(within), self.grid.chunk_shape
+        copies = tuple(self.copies(holders, region, shape))
+        groups = tuple(dict.fromkeys(number for number, _ in holders))
+        goal = Goal(within=within, groups=groups, holders=holders, goes=copies)
+        if len(holders) > 1 or len(copies) != 1 or measure(region) != shape:  # padding
+            return goal
+        (number, at), (copy,), itemsize = *holders, copies, self.grid.itemsize
+        is_whole = copy.source == Place.of_array(shape, itemsize)
+        is_cast = self.groups[number].segments[at].is_cast
+        if is_cast or not is_whole or not copy.target.is_contiguous(itemsize):
+            return goal
+        return replace(goal, goes=Span(group=number, start=copy.target.start))
+
+    def copies(
+        self,
+        holders: Sequence[tuple[int, int]],
+        region: Region,
+        shape: tuple[int, ...],
+    ) -> Iterator[Copy]:
+        """Yields what to copy from a region of the leaf.
+
+        Args:
+            holders: See ``Goal``.
+            region: The region.
+            shape: Shape of the array in C order that begins with it.
+        """
+        array = Place.of_array(shape, self.grid.itemsize)
+        for number, at in holders:
+            segment = self.groups[number].segments[at]
+            for source, target in segment.copies(region, array):
+                yield Copy(number, source, target)
 
 
 def plan_buffer_layout(grid: Grid, regions: Sequence[Region]) -> BufferLayout:
@@ -175,7 +245,7 @@ def plan_part_layout(grid: Grid, parts: Sequence[tuple[int, Segment]]) -> Buffer
 
 def _plan(grid: Grid, packed: Sequence[Sequence[Segment]]) -> BufferLayout:
     places = [(n, at) for n, group in enumerate(packed) for at in range(len(group))]
-    covered = [[_covering(grid, each.region) for each in group] for group in packed]
+    covered = [[_covering(grid, each) for each in group] for group in packed]
     groups = [
         Group(
             segments=tuple(segments),
@@ -202,15 +272,12 @@ def _plan(grid: Grid, packed: Sequence[Sequence[Segment]]) -> BufferLayout:
     )
 
 
-def _covering(grid: Grid, region: Region) -> I64:
-    """Returns the chunks that overlap a region, ascending."""
-    if any(start >= stop for start, stop in region):
+def _covering(grid: Grid, segment: Segment) -> I64:
+    """Returns the chunks that overlap a segment, ascending."""
+    if is_empty(segment.region):
         return np.empty(0, np.int64)  # however many chunks the other dimensions have
     chunks = np.zeros(1, np.int64)
-    for (start, stop), c, count in zip(
-        region, grid.chunk_shape, grid.counts, strict=True
-    ):
-        along = np.arange(start // c, -(-stop // c))
+    for along, count in zip(segment.list_chunks(grid), grid.counts, strict=True):
         chunks = np.add.outer(chunks * count, along).reshape(-1)
     return chunks
 
@@ -256,13 +323,12 @@ def _follows(grid: Grid, held: Sequence[Region], region: Region) -> bool:
 def _segment(grid: Grid, regions: Sequence[Region]) -> Segment:
     bounds = zip(regions[0], regions[-1], strict=True)
     region = tuple((start, stop) for (start, _), (_, stop) in bounds)
-    place = Place.of_array(_shape(region), grid.itemsize)
+    place = Place.of_array(measure(region), grid.itemsize)
     return Segment(
         region=region,
         place=place,
         size_bytes=math.prod(place.shape) * grid.itemsize,
         regions=tuple(regions),
-        inside=tuple(_index(each, region) for each in regions),
     )
 
 
@@ -275,62 +341,12 @@ def _pack_segments(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
         if group and held + size > GROUP_BYTES:
             yield group
             group, held = [], 0
-        group.append(replace(segment, place=replace(segment.place, start=held)))
+        place = replace(segment.place, start=held)
+        inside = (place.part(within(one, segment.region)) for one in segment.regions)
+        group.append(replace(segment, place=place, inside=tuple(inside)))
         held += size + -size % ALIGNMENT
     if group:
         yield group
-
-
-def _goal(
-    grid: Grid, within: int, holders: Sequence[tuple[int, int]], groups: Sequence[Group]
-) -> Goal:
-    region = grid.region(within)
-    copies = []
-    for number, at in holders:
-        segment = groups[number].segments[at]
-        shared = intersection(region, segment.region)
-        start = _offset_in(grid, region, segment) if region == shared else None
-        if start is not None and len(holders) == 1:
-            span = Span(group=number, start=start)
-            return Goal(within=within, groups=(number,), goes=span)
-        copies.append(
-            Copy(
-                group=number,
-                segment=at,
-                source=_index(shared, region),
-                target=_index(shared, segment.region),
-            )
-        )
-    touched = tuple(dict.fromkeys(number for number, _ in holders))
-    return Goal(within=within, groups=touched, goes=tuple(copies))
-
-
-def _offset_in(grid: Grid, region: Region, segment: Segment) -> int | None:
-    """Returns the offset of a chunk's elements in the memory of a segment; None if they
-    are not one contiguous range."""
-    shape = _shape(region)
-    if shape != grid.chunk_shape or segment.is_cast:  # padding, or other elements
-        return None
-    inside = tuple(
-        (start - origin, stop - origin)
-        for (start, stop), (origin, _) in zip(region, segment.region, strict=True)
-    )
-    found = segment.place.part(inside)
-    return found.start if found.is_contiguous(grid.itemsize) else None
-
-
-def _shape(region: Region) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in region)
-
-
-def _index(inner: Region, outer: Region) -> Index:
-    """Returns the index of a region within an array that holds a larger one."""
-    slices = (
-        slice(start - origin, stop - origin)
-        for (start, stop), (origin, _) in zip(inner, outer, strict=True)
-    )
-    # the ellipsis makes it return a view also for an array without dimensions
-    return (*slices, ...)
 
 
 _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
@@ -370,10 +386,9 @@ class Buffer:
     def arrays(self) -> list[NDArrayAny]:
         """The elements of each region, as views of the memory."""
         return [
-            array[index]
+            self.view(place)
             for segment in self.group.segments
-            for array in [self.view(segment.place)]
-            for index in segment.inside
+            for place in segment.inside
         ]
 
     def view(self, place: Place) -> NDArrayAny:

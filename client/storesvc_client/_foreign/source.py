@@ -39,7 +39,6 @@ from storesvc.format.grids import (
     Grid,
     Region,
     choose_chunk_shape,
-    part,
 )
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.buffers import Buffer, Bytes
@@ -49,7 +48,6 @@ from storesvc_client._foreign.foreign_step import (
     ForeignStep,
     Reading,
     Together,
-    Wanted,
 )
 from storesvc_client._foreign.raw_chunks import reading_threads
 from storesvc_client._restore.assembly import Assembly
@@ -60,7 +58,6 @@ from storesvc_client._save.snapshot import SlabQueue
 from storesvc_client._save.transfer import SharedBuffer
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import Deadline
-from storesvc_client._values.places import copy_elements
 from storesvc_client.errors import StoreError, UnavailableError
 
 
@@ -569,19 +566,23 @@ class StepSource:
         """Reads chunks; returns the bytes of the buffers handed over."""
         if len(read.chunks) == 1:
             return self._read_single(assembly, read)
-        tree, rows, wanted = self._step.tree, list[int](), list[Wanted]()
-        for ordinal in read.chunks:
-            row, _ = tree.locate(ordinal)
-            for region, into in assembly.parts(ordinal):
-                rows.append(row)
-                wanted.append((self._step.arrays[row], region, into))
-        together = wanted[0][0].together
+        tree, arrays = self._step.tree, self._step.arrays
+        rows = [tree.locate(ordinal)[0] for ordinal in read.chunks]
+        parts = [assembly.parts(ordinal) for ordinal in read.chunks]
+        is_direct = all(
+            own and all(_is_direct(into, tree.leaves[row].dtype) for _, into in own)
+            for row, own in zip(rows, parts, strict=True)
+        )
+        together = arrays[rows[0]].together
         assert together is not None
         with assembly.meter.part(read.file), assembly.meter.phase("read"):
-            is_read = all(
-                _is_direct(into, tree.leaves[row].dtype)
-                for row, (_, _, into) in zip(rows, wanted, strict=True)
-            ) and together.read(wanted)
+            is_read = is_direct and together.read(
+                [
+                    (arrays[row], *one)
+                    for row, own in zip(rows, parts, strict=True)
+                    for one in own
+                ]
+            )
         if is_read:
             return sum(assembly.finish(ordinal) for ordinal in read.chunks)
         each = (self._plan_read(ordinal) for ordinal in read.chunks)
@@ -606,8 +607,7 @@ class StepSource:
             with assembly.meter.phase("read"):
                 self._wait(array.read(region, chunk))
         with assembly.meter.phase("copy"):
-            for wanted, into in parts:
-                copy_elements(into, part(chunk, region, wanted))
+            assembly.copy_region(ordinal, region, chunk)
         self._scratch.give_back(memory)  # not after an error: it may still be written
         return assembly.finish(ordinal)
 

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, islice, product
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -33,13 +33,24 @@ from storesvc.format.grids import (
     choose_chunk_shape,
     part,
     shape_problem,
-    whole,
 )
-from storesvc_client._values.places import Place, copy_elements
+from storesvc_client._values.places import (
+    Place,
+    copy_elements,
+    list_boxes,
+    measure,
+    within,
+)
 
 MAX_RUNS: Final = 1024
 """Maximum contiguous ranges that a region of a reshaped array is read in; if it has
 more, what is between them is read, too."""
+
+FEW_RUNS: Final = 4
+"""Ranges of a divided axis that are planned one by one, whatever their size."""
+
+LARGE_RUN_BYTES: Final = 256 << 10
+"""Size from which on a range is rather read into its place than copied."""
 
 Shape: TypeAlias = tuple[int, ...]
 Array: TypeAlias = NDArray[Any]
@@ -140,7 +151,7 @@ class Fill(Expression):
 
     def build(self, region: Region, arrays: Arrays) -> Array:  # noqa: ARG002 - as in all
         memory = np.frombuffer(self.element, np.uint8)
-        return np.broadcast_to(memory.view(DTYPES[self.dtype])[0], _size(region))
+        return np.broadcast_to(memory.view(DTYPES[self.dtype])[0], measure(region))
 
     @property
     def chunk_shape(self) -> Shape:
@@ -170,7 +181,7 @@ class _Moved(Expression):
 
     def _pieces(self, covered: Region) -> Destinations:
         itemsize = DTYPES[self.dtype].itemsize
-        return self.places(covered, Place.of_array(_size(covered), itemsize))
+        return self.places(covered, Place.of_array(measure(covered), itemsize))
 
     def requests(self, region: Region) -> Requests:
         for one, inside, _ in self._pieces(self.cover(region)):
@@ -178,7 +189,7 @@ class _Moved(Expression):
 
     def build(self, region: Region, arrays: Arrays) -> Array:
         covered, dtype = self.cover(region), DTYPES[self.dtype]
-        found = np.empty(_size(covered), dtype)
+        found = np.empty(measure(covered), dtype)
         memory = found.reshape(-1).view(np.uint8)
         for one, inside, place in self._pieces(covered):
             copy_elements(place.view(memory, dtype), one.build(inside, arrays))
@@ -387,7 +398,7 @@ class Join(_Moved):
             if begin < end:
                 low, high = max(start, begin), min(stop, end)
                 inside = _put(region, self.axis, ((low - begin, high - begin),))
-                own = _within(_put(region, self.axis, ((low, high),)), region)
+                own = within(_put(region, self.axis, ((low, high),)), region)
                 yield from self.parts[number].destinations(inside, place.part(own))
 
     def sources(self) -> Iterator[Source]:
@@ -465,23 +476,57 @@ class Reshape(_Changed):
         counts = (_count_runs(region[t], self.shape[t], cut) for (_, t), cut in each)
         return math.prod(counts) <= MAX_RUNS
 
-    def places(self, region: Region, place: Place) -> Destinations:
+    @cached_property
+    def divided(self) -> tuple[Shape, ...]:
+        """The axes that each axis of a stored array is divided into; empty if it is not
+        one of a stored array, or joins some."""
+        is_divided = all(
+            len(self.inner.shape[source]) == 1 for source, _ in self._groups
+        )
+        if not is_divided or not isinstance(self.inner, Source):
+            return ()
+        return tuple(self.shape[target] for _, target in self._groups)
+
+    def destinations(self, region: Region, place: Place) -> Destinations:
+        if self.divided and self._is_scattered(region, place):
+            return iter([(self, region, place)])
+        return super().destinations(region, place)
+
+    def _is_scattered(self, region: Region, place: Place) -> bool:
+        """Returns whether a region goes to a place in many small ranges."""
+        ranges = [flat for _, flat in islice(self._runs(region, place), FEW_RUNS + 1)]
+        itemsize = DTYPES[self.dtype].itemsize
+        is_small = math.prod(ranges[0].shape) * itemsize < LARGE_RUN_BYTES
+        return len(ranges) > FEW_RUNS and (
+            is_small or not ranges[0].is_contiguous(itemsize)
+        )
+
+    def _runs(
+        self, region: Region, place: Place
+    ) -> Iterator[tuple[list[tuple[int, int]], Place]]:
+        """Yields contiguous ranges of the array, one of each group of axes, each with
+        its place, which has an axis for each group."""
         targets = [target for _, target in self._groups]
         each = zip(targets, self._cuts(place), strict=True)
         for runs in product(*(_runs(region[t], self.shape[t], cut) for t, cut in each)):
             box = tuple(range_ for _, along in runs for range_ in along)
-            flat = place.part(_within(box, region)).join(targets)
+            flat = place.part(within(box, region)).join(targets)
+            yield [run for run, _ in runs], flat
+
+    def places(self, region: Region, place: Place) -> Destinations:
+        sources = [self.inner.shape[source] for source, _ in self._groups]
+        for runs, flat in self._runs(region, place):
             boxes = [
                 [
-                    (box, (start - run[0], start + math.prod(_size(box)) - run[0]))
-                    for box, start in _boxes(self.inner.shape[source], *run)
+                    (box, (start - run[0], start + math.prod(measure(box)) - run[0]))
+                    for box, start in list_boxes(shape, *run)
                 ]
-                for (source, _), (run, _) in zip(self._groups, runs, strict=True)
+                for shape, run in zip(sources, runs, strict=True)
             ]
             for found in product(*boxes):
                 own = flat.part(tuple(goes for _, goes in found))
                 inside = tuple(range_ for box, _ in found for range_ in box)
-                sizes = [_size(box) for box, _ in found]
+                sizes = [measure(box) for box, _ in found]
                 yield from self.inner.destinations(inside, own.divide(sizes))
 
 
@@ -513,34 +558,7 @@ def _runs(
 
 def _count_runs(region: Region, shape: Shape, cut: int) -> int:
     """Returns the number of such ranges."""
-    return math.prod(_size(region[: max(cut, _last_cut(region, shape))]))
-
-
-def _boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int]]:
-    """Yields the fewest boxes that a contiguous range of an array consists of, each
-    with the place of its first element."""
-    if not shape:
-        yield (), start
-        return
-    behind = math.prod(shape[1:])
-    low, high = -(-start // behind), stop // behind
-    if low > high:  # within one index
-        yield from _boxes_at(shape, high, start, stop)
-        return
-    if start < low * behind:
-        yield from _boxes_at(shape, low - 1, start, low * behind)
-    if low < high:
-        yield ((low, high), *whole(shape[1:])), low * behind
-    if high * behind < stop:
-        yield from _boxes_at(shape, high, high * behind, stop)
-
-
-def _boxes_at(
-    shape: Shape, index: int, start: int, stop: int
-) -> Iterator[tuple[Region, int]]:
-    first = index * math.prod(shape[1:])
-    for box, place in _boxes(shape[1:], start - first, stop - first):
-        yield ((index, index + 1), *box), place + first
+    return math.prod(measure(region[: max(cut, _last_cut(region, shape))]))
 
 
 def check_axis(what: str, inner: Expression, axis: int) -> int:
@@ -569,17 +587,6 @@ def _check_shape(shape: Sequence[int]) -> Shape:
     if problem := shape_problem(shape):
         raise ValueError(problem)
     return tuple(shape)
-
-
-def _within(region: Region, outer: Region) -> Region:
-    """Returns a region as a part of another one."""
-    return tuple(
-        (a - first, b - first) for (a, b), (first, _) in zip(region, outer, strict=True)
-    )
-
-
-def _size(region: Region) -> Shape:
-    return tuple(stop - start for start, stop in region)
 
 
 def _put(values: tuple[Any, ...], axis: int, new: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from storesvc.format.checksums import crc32c
 from storesvc.format.dtypes import CHECKSUM_BYTES, DTYPES
-from storesvc.format.grids import Region
+from storesvc.format.grids import Region, intersection
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.buffers import (
@@ -42,7 +42,7 @@ from storesvc_client._chunks.buffers import (
 from storesvc_client._chunks.memory import allocate
 from storesvc_client._telemetry.progress import Meter
 from storesvc_client._values.arguments import NEVER, Deadline
-from storesvc_client._values.places import copy_elements
+from storesvc_client._values.places import copy_elements, within
 from storesvc_client.errors import DataLossError, LimitError, UnavailableError
 
 PROGRESS_BYTES: Final = 64 << 10
@@ -81,33 +81,35 @@ class _Chunk:
     tail: bytes = b""
 
     def view(self, copy: Copy) -> NDArrayAny:
-        """Returns the allocated memory of the segment that a copy goes to."""
-        segment = self.layout.groups[copy.group].segments[copy.segment]
-        return self.buffers[copy.group].view(segment.place)
+        """Returns the allocated memory that a copy goes to."""
+        return self.buffers[copy.group].view(copy.target)
 
     def ranges(self, least: int) -> Iterator[tuple[int, int, Bytes | None]]:
         """Yields ranges of its bytes, whole rows: each that goes to one contiguous
         place and is large enough, with its memory, and what is between them."""
         assert not isinstance(self.goal.goes, Span)
-        axis, row_bytes = self.layout.row_axis, self.layout.row_bytes
-        parts = sorted(self.goal.goes, key=lambda part: part.source[axis].start)
-        starts = [part.source[axis].start for part in parts]
+        row, itemsize = self.layout.row_bytes, self.dtype.itemsize
+        copies = sorted(self.goal.goes, key=lambda copy: copy.source.start)
+        starts = [copy.source.start // row * row for copy in copies]
         done = last = 0
-        for part, next_start in zip(parts, [*starts[1:], math.inf], strict=True):
-            rows, found = part.source[axis], self.view(part)[part.target]
-            start, stop = rows.start * row_bytes, rows.stop * row_bytes
+        for copy, start, next_start in zip(
+            copies, starts, [*starts[1:], math.inf], strict=True
+        ):
+            stop = -(-copy.source.stop(itemsize) // row) * row
+            found = self.view(copy)
             if (
-                last <= rows.start
-                and rows.stop <= next_start
+                last <= start
+                and stop <= next_start
                 and found.nbytes == stop - start >= least
                 and found.dtype == self.dtype
                 and found.flags.c_contiguous
+                and copy.source.is_contiguous(itemsize)
             ):
                 if done < start:
                     yield done, start, None
                 yield start, stop, found.reshape(-1).view(np.uint8)
                 done = stop
-            last = max(last, rows.stop)
+            last = max(last, stop)
         if done < self.layout.grid.chunk_bytes:
             yield done, self.layout.grid.chunk_bytes, None
 
@@ -399,20 +401,17 @@ class Assembly:
 
     def parts(self, ordinal: int) -> list[tuple[Region, NDArrayAny]]:
         """Returns the wanted regions of a chunk whose buffers are allocated, each with
-        its memory, which need not be contiguous."""
-        chunk = self._chunk(ordinal)
-        goes, grid = chunk.goal.goes, chunk.layout.grid
-        region = grid.region(chunk.goal.within)
-        if isinstance(goes, Span):
-            buffer = chunk.buffers[goes.group]
-            memory = buffer.memory[goes.start : goes.start + grid.chunk_bytes]
-            return [(region, memory.view(chunk.dtype).reshape(grid.chunk_shape))]
-        found = []
-        for copy in goes:
-            # the index ends with an ellipsis
-            along = zip(copy.source[: len(region)], region, strict=True)
-            bounds = tuple((at + s.start, at + s.stop) for s, (at, _) in along)
-            found.append((bounds, chunk.view(copy)[copy.target]))
+        its memory, which need not be contiguous; none if axes of it are divided, so
+        that ``copy_region`` has to copy it."""
+        chunk, found = self._chunk(ordinal), list[tuple[Region, NDArrayAny]]()
+        region = chunk.layout.grid.region(chunk.goal.within)
+        for number, at in chunk.goal.holders:
+            segment = chunk.layout.groups[number].segments[at]
+            if segment.sizes:
+                return []
+            shared = intersection(region, segment.region)
+            place = segment.place.part(within(shared, segment.region))
+            found.append((shared, chunk.buffers[number].view(place)))
         return found
 
     def pieces(
@@ -456,19 +455,26 @@ class Assembly:
             begin = goes.start + start
             np.copyto(memory[begin : begin + len(elements)], elements)
             return
-        stored = elements.view(chunk.dtype)
-        if len(elements) == layout.grid.chunk_bytes:
-            stored = stored.reshape(layout.grid.chunk_shape)
-            for copy in goes:
-                copy_elements(chunk.view(copy)[copy.target], stored[copy.source])
-            return
-        axis, shape = layout.row_axis, list(layout.grid.chunk_shape)
-        first, shape[axis] = (n // layout.row_bytes for n in (start, len(elements)))
-        stored = stored.reshape(shape)
+        region, shape = layout.grid.region(chunk.goal.within), layout.grid.chunk_shape
+        if len(elements) < layout.grid.chunk_bytes:
+            axis = layout.row_axis
+            first, count = (n // layout.row_bytes for n in (start, len(elements)))
+            at, stop = region[axis][0] + first, region[axis][1]
+            along = (min(at, stop), min(at + count, stop))
+            region = (*region[:axis], along, *region[axis + 1 :])
+            shape = (*shape[:axis], count, *shape[axis + 1 :])
+            goes = tuple(layout.copies(chunk.goal.holders, region, shape))
         for copy in goes:
-            found = copy.of_rows(axis, first, first + shape[axis])
-            if found is not None:
-                copy_elements(chunk.view(copy)[found[1]], stored[found[0]])
+            stored = copy.source.view(elements, chunk.dtype)
+            copy_elements(chunk.view(copy), stored)
+
+    def copy_region(self, ordinal: int, region: Region, array: NDArrayAny) -> None:
+        """Copies an array of a region of a leaf, in C order, into the allocated buffers
+        of a chunk."""
+        chunk = self._chunk(ordinal)
+        memory = array.reshape(-1).view(np.uint8)
+        for copy in chunk.layout.copies(chunk.goal.holders, region, array.shape):
+            copy_elements(chunk.view(copy), copy.source.view(memory, chunk.dtype))
 
     def check(self, ordinal: int, checksum: int, tail: bytes) -> None:
         """Verifies the checksum of a chunk against the manifest.

@@ -40,7 +40,13 @@ from storesvc_client._chunks.buffers import (
     plan_part_layout,
 )
 from storesvc_client._chunks.memory import cut_batches
-from storesvc_client._mapping.expressions import Expression, Fill, Source
+from storesvc_client._mapping.expressions import (
+    Expression,
+    Fill,
+    Reshape,
+    Shape,
+    Source,
+)
 from storesvc_client._mapping.families import load_table
 from storesvc_client._mapping.planning import MappedTree, make_source, plan_mapping
 from storesvc_client._mapping.rules import (
@@ -326,14 +332,19 @@ def _fill(
         for one, region, place in expression.destinations(
             segment.region, segment.place
         ):
-            if isinstance(one, Fill):
-                fills.append((place, one.build(region, iter(()))))
-            elif isinstance(one, Source):
-                is_cast = one.dtype != expression.dtype
-                part = Segment(region=region, place=place, is_cast=is_cast)
-                parts.append((numbers[one.row], part))
-            else:
-                return None
+            match one:
+                case Fill():
+                    fills.append((place, one.build(region, iter(()))))
+                    continue
+                case Source() as stored:
+                    sizes: tuple[Shape, ...] = ()
+                case Reshape(inner=Source() as stored, divided=sizes) if sizes:
+                    pass
+                case _:
+                    return None
+            is_cast = one.dtype != expression.dtype
+            part = Segment(region=region, place=place, is_cast=is_cast, sizes=sizes)
+            parts.append((numbers[stored.row], part))
     return _Filling(group, parts, fills) if parts else None
 
 

@@ -13,8 +13,8 @@ Place(start=48, shape=(4, 3), strides=(4, 16))
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Final, Self
@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.format.grids import Region
+from storesvc.format.grids import Region, whole
 
 ALIASED_BYTES: Final = 1 << 10
 """Addresses so many bytes apart share few of the 64 sets of a first cache."""
@@ -56,6 +56,12 @@ class Place:
         """Returns its elements in a buffer."""
         return np.ndarray(self.shape, dtype, memory, self.start, self.strides)
 
+    def stop(self, itemsize: int) -> int:
+        """Returns the offset behind its last element; it has one, and no negative
+        strides."""
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return self.start + last + itemsize
+
     def is_contiguous(self, itemsize: int) -> bool:
         """Returns whether it is one range of bytes in C order."""
         wanted = zip(
@@ -66,8 +72,7 @@ class Place:
     def part(self, region: Region) -> "Place":
         """Returns the place of a region of it."""
         moved = sum(a * s for (a, _), s in zip(region, self.strides, strict=True))
-        shape = tuple(stop - start for start, stop in region)
-        return replace(self, start=self.start + moved, shape=shape)
+        return Place(self.start + moved, measure(region), self.strides)
 
     def transpose(self, axes: Sequence[int]) -> "Place":
         """Returns it with its axes in another order."""
@@ -117,6 +122,52 @@ class Place:
         return Place(self.start, tuple(chain.from_iterable(found)), tuple(strides))
 
 
+def measure(region: Region) -> tuple[int, ...]:
+    """Returns the shape of a region."""
+    return tuple(stop - start for start, stop in region)
+
+
+def is_empty(region: Region) -> bool:
+    """Returns whether a region has no elements."""
+    return any(start >= stop for start, stop in region)
+
+
+def within(region: Region, outer: Region) -> Region:
+    """Returns a region as a part of another one."""
+    return tuple(
+        (a - first, b - first) for (a, b), (first, _) in zip(region, outer, strict=True)
+    )
+
+
+def list_boxes(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[Region, int]]:
+    """Yields the fewest boxes that a contiguous range of an array consists of, each
+    with the place of its first element."""
+    if not shape:
+        yield (), start
+        return
+    behind = math.prod(shape[1:])
+    low, high = -(-start // behind), stop // behind
+    if low > high:  # within one index
+        yield from _list_boxes_at(shape, high, start, stop)
+        return
+    if start < low * behind:
+        yield from _list_boxes_at(shape, low - 1, start, low * behind)
+    if low < high:
+        yield ((low, high), *whole(shape[1:])), low * behind
+    if high * behind < stop:
+        yield from _list_boxes_at(shape, high, high * behind, stop)
+
+
+def _list_boxes_at(
+    shape: Sequence[int], index: int, start: int, stop: int
+) -> Iterator[tuple[Region, int]]:
+    first = index * math.prod(shape[1:])
+    for box, place in list_boxes(shape[1:], start - first, stop - first):
+        yield ((index, index + 1), *box), place + first
+
+
 def _strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
 
@@ -124,25 +175,35 @@ def _strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def copy_elements(into: NDArray[Any], array: NDArray[Any]) -> None:
     """Copies an array, and casts it if the dtypes differ.
 
-    Elements that follow each other in ``into`` may be many bytes apart in the array. If
-    that is a multiple of ``ALIASED_BYTES``, they share a few lines of a cache, and each
-    evicts the one before; so the array is packed first with other distances.
+    Two orders of axes would take several times as long:
+
+    - Few elements follow each other in ``into``: NumPy copies along that axis, and
+      begins anew after each few. So each index of the axis is copied by itself.
+    - Elements that follow each other in ``into`` are a multiple of ``ALIASED_BYTES``
+      apart in the array: they share a few lines of a cache, and each evicts the one
+      before. So the array is packed first with other distances.
     """
-    axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
     last = min(range(into.ndim), key=partial(_distance, into), default=0)
-    if (
-        array.ndim > 1
-        and array.nbytes >= PACKED_BYTES
-        and array.shape[last] > FEW
-        and array.strides[last] % ALIASED_BYTES == 0
-    ):
-        shape, at = [array.shape[axis] for axis in axes], axes.index(last) + 1
-        inner, more = math.prod(shape[at:]), PADDING_BYTES // array.itemsize
-        padded = np.empty((*shape[:at], inner + more), array.dtype)[..., :inner]
-        packed = padded.reshape(shape).transpose(np.argsort(axes))
-        np.copyto(packed, array)
-        array = packed
+    if array.ndim > 1 and array.nbytes >= PACKED_BYTES:
+        if array.shape[last] <= FEW:
+            each = np.moveaxis(into, last, 0), np.moveaxis(array, last, 0)
+            for part, elements in zip(*each, strict=True):
+                copy_elements(part, elements)
+            return
+        if array.strides[last] % ALIASED_BYTES == 0:
+            array = _pack(array, last)
     np.copyto(into, array, casting="unsafe")
+
+
+def _pack(array: NDArray[Any], last: int) -> NDArray[Any]:
+    """Returns a copy in which indices of an axis are at other distances."""
+    axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+    shape, at = [array.shape[axis] for axis in axes], axes.index(last) + 1
+    inner, more = math.prod(shape[at:]), PADDING_BYTES // array.itemsize
+    padded = np.empty((*shape[:at], inner + more), array.dtype)[..., :inner]
+    packed = padded.reshape(shape).transpose(np.argsort(axes))
+    np.copyto(packed, array)
+    return packed
 
 
 def _distance(array: NDArray[Any], axis: int) -> int:

@@ -82,6 +82,14 @@ _RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
             "operations": [{"split": {"axis": 1, "sizes": [SIDE * 3 // 4, SIDE // 4]}}],
         },
     ),
+    "deinterleave": (
+        "views",
+        {
+            "from": _EACH,
+            "to": ["m/{n}/{name}/a", "m/{n}/{name}/b"],
+            "operations": [{"deinterleave": {"axis": 1, "parts": 2}}],
+        },
+    ),
     "pad": (
         "views",
         {

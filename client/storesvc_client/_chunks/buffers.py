@@ -65,9 +65,8 @@ class Segment:
     def copies(self, region: Region, array: Place) -> Iterator[tuple[Place, Place]]:
         """Yields places of its elements in an array of a region of the leaf, each with
         the place that the elements go to."""
-        for found, own in (
-            self._divide(region, array) if self.sizes else [(array, region)]
-        ):
+        boxes = self._divide(region, array) if self.sizes else [(array, region)]
+        for found, own in boxes:
             shared = intersection(own, self.region)
             if not is_empty(shared):
                 into = self.place.part(within(shared, self.region))
@@ -95,11 +94,8 @@ class Segment:
             for (start, stop), c in zip(self.region, grid.chunk_shape, strict=True):
                 yield np.arange(start // c, -(-stop // c))
             return
-        axes, lengths = (
-            iter(self.region),
-            zip(grid.shape, grid.chunk_shape, strict=True),
-        )
-        for sizes, (n, c) in zip(self.sizes, lengths, strict=True):
+        axes = iter(self.region)
+        for sizes, n, c in zip(self.sizes, grid.shape, grid.chunk_shape, strict=True):
             own = tuple(islice(axes, len(sizes)))
             found = [
                 start // c

@@ -17,10 +17,10 @@ alone changes them.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice, product
+from itertools import chain, product
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -467,23 +467,43 @@ class Reshape(_Changed):
             found[target] = along
         return tuple(found)
 
+    def _list_runs(
+        self, region: Region, place: Place
+    ) -> list[Iterator[tuple[tuple[int, int], Region]]]:
+        """Returns the contiguous ranges of each group of axes, with their boxes."""
+        return [
+            _runs(region[axes], self.shape[axes], cut)
+            for (_, axes), cut in zip(self._groups, self._cuts(place), strict=True)
+        ]
+
+    def _count_runs(self, region: Region, place: Place) -> int:
+        """Returns the number of contiguous ranges of a region."""
+        each = zip(self._groups, self._cuts(place), strict=True)
+        counts = (_count_runs(region[t], self.shape[t], cut) for (_, t), cut in each)
+        return math.prod(counts)
+
     def _cuts(self, place: Place) -> list[int]:
         """Returns the first axis of each group from which on its axes can be joined."""
         return [place.joined_from(t.start, t.stop) - t.start for _, t in self._groups]
 
+    def _join(self, boxes: Iterable[Region], region: Region, place: Place) -> Place:
+        """Returns the place of a box of each group, with an axis for each group."""
+        box = tuple(chain.from_iterable(boxes))
+        return place.part(within(box, region)).join(
+            target for _, target in self._groups
+        )
+
     def is_direct(self, region: Region, place: Place) -> bool:
-        each = zip(self._groups, self._cuts(place), strict=True)
-        counts = (_count_runs(region[t], self.shape[t], cut) for (_, t), cut in each)
-        return math.prod(counts) <= MAX_RUNS
+        return self._count_runs(region, place) <= MAX_RUNS
 
     @cached_property
     def divided(self) -> tuple[Shape, ...]:
         """The axes that each axis of a stored array is divided into; empty if it is not
         one of a stored array, or joins some."""
-        is_divided = all(
-            len(self.inner.shape[source]) == 1 for source, _ in self._groups
-        )
-        if not is_divided or not isinstance(self.inner, Source):
+        sources = (self.inner.shape[source] for source, _ in self._groups)
+        if not isinstance(self.inner, Source) or any(
+            len(each) != 1 for each in sources
+        ):
             return ()
         return tuple(self.shape[target] for _, target in self._groups)
 
@@ -494,28 +514,18 @@ class Reshape(_Changed):
 
     def _is_scattered(self, region: Region, place: Place) -> bool:
         """Returns whether a region goes to a place in many small ranges."""
-        ranges = [flat for _, flat in islice(self._runs(region, place), FEW_RUNS + 1)]
-        itemsize = DTYPES[self.dtype].itemsize
-        is_small = math.prod(ranges[0].shape) * itemsize < LARGE_RUN_BYTES
-        return len(ranges) > FEW_RUNS and (
-            is_small or not ranges[0].is_contiguous(itemsize)
-        )
-
-    def _runs(
-        self, region: Region, place: Place
-    ) -> Iterator[tuple[list[tuple[int, int]], Place]]:
-        """Yields contiguous ranges of the array, one of each group of axes, each with
-        its place, which has an axis for each group."""
-        targets = [target for _, target in self._groups]
-        each = zip(targets, self._cuts(place), strict=True)
-        for runs in product(*(_runs(region[t], self.shape[t], cut) for t, cut in each)):
-            box = tuple(range_ for _, along in runs for range_ in along)
-            flat = place.part(within(box, region)).join(targets)
-            yield [run for run, _ in runs], flat
+        if self._count_runs(region, place) <= FEW_RUNS:
+            return False
+        first = (next(runs)[1] for runs in self._list_runs(region, place))
+        found, itemsize = self._join(first, region, place), DTYPES[self.dtype].itemsize
+        is_small = math.prod(found.shape) * itemsize < LARGE_RUN_BYTES
+        return is_small or not found.is_contiguous(itemsize)
 
     def places(self, region: Region, place: Place) -> Destinations:
         sources = [self.inner.shape[source] for source, _ in self._groups]
-        for runs, flat in self._runs(region, place):
+        for ranges in product(*self._list_runs(region, place)):
+            runs = [run for run, _ in ranges]
+            flat = self._join((box for _, box in ranges), region, place)
             boxes = [
                 [
                     (box, (start - run[0], start + math.prod(measure(box)) - run[0]))

@@ -84,6 +84,11 @@ class _Chunk:
         """Returns the allocated memory that a copy goes to."""
         return self.buffers[copy.group].view(copy.target)
 
+    def copy(self, copies: Iterable[Copy], memory: Bytes) -> None:
+        """Copies elements from memory into the allocated buffers."""
+        for copy in copies:
+            copy_elements(self.view(copy), copy.source.view(memory, self.dtype))
+
     def ranges(self, least: int) -> Iterator[tuple[int, int, Bytes | None]]:
         """Yields ranges of its bytes, whole rows: each that goes to one contiguous
         place and is large enough, with its memory, and what is between them."""
@@ -455,26 +460,24 @@ class Assembly:
             begin = goes.start + start
             np.copyto(memory[begin : begin + len(elements)], elements)
             return
-        region, shape = layout.grid.region(chunk.goal.within), layout.grid.chunk_shape
-        if len(elements) < layout.grid.chunk_bytes:
-            axis = layout.row_axis
-            first, count = (n // layout.row_bytes for n in (start, len(elements)))
-            at, stop = region[axis][0] + first, region[axis][1]
-            along = (min(at, stop), min(at + count, stop))
-            region = (*region[:axis], along, *region[axis + 1 :])
-            shape = (*shape[:axis], count, *shape[axis + 1 :])
-            goes = tuple(layout.copies(chunk.goal.holders, region, shape))
-        for copy in goes:
-            stored = copy.source.view(elements, chunk.dtype)
-            copy_elements(chunk.view(copy), stored)
+        if len(elements) == layout.grid.chunk_bytes:
+            chunk.copy(goes, elements)
+            return
+        axis, shape = layout.row_axis, layout.grid.chunk_shape
+        region = layout.grid.region(chunk.goal.within)
+        first, count = (n // layout.row_bytes for n in (start, len(elements)))
+        at, stop = region[axis][0] + first, region[axis][1]
+        along = (min(at, stop), min(at + count, stop))  # the last rows are padding
+        rows = (*region[:axis], along, *region[axis + 1 :])
+        shape = (*shape[:axis], count, *shape[axis + 1 :])
+        chunk.copy(layout.copies(chunk.goal.holders, rows, shape), elements)
 
     def copy_region(self, ordinal: int, region: Region, array: NDArrayAny) -> None:
-        """Copies an array of a region of a leaf, in C order, into the allocated buffers
-        of a chunk."""
+        """Copies elements of a chunk into its allocated buffers, from an array in C
+        order of a region of its leaf."""
         chunk = self._chunk(ordinal)
-        memory = array.reshape(-1).view(np.uint8)
-        for copy in chunk.layout.copies(chunk.goal.holders, region, array.shape):
-            copy_elements(chunk.view(copy), copy.source.view(memory, chunk.dtype))
+        copies = chunk.layout.copies(chunk.goal.holders, region, array.shape)
+        chunk.copy(copies, array.reshape(-1).view(np.uint8))
 
     def check(self, ordinal: int, checksum: int, tail: bytes) -> None:
         """Verifies the checksum of a chunk against the manifest.

@@ -300,8 +300,8 @@ def test_arrays_that_do_not_fit_are_refused(
     [
         ({"operations": [MERGE]}, "lora_merge: expected 3 keys in from, got 2"),
         ({"operations": [{"lora_merge": {}}]}, "got no scale"),
-        ({"operations": [{"lora_merge": {"scale": math.nan}}]}, "a finite number"),
-        ({"operations": [{"lora_merge": {"scale": 2**200}}]}, "a finite number"),
+        ({"operations": [{"lora_merge": {"scale": math.nan}}]}, "a number from"),
+        ({"operations": [{"lora_merge": {"scale": 2**200}}]}, "a number from"),
         ({"operations": [{"dequantize": {"to": "int8"}}]}, "got no block"),
         (
             {"operations": [{"lora_merge": {"scale": 1, "fan_in_fan_out": 1}}]},

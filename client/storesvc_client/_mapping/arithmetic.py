@@ -93,20 +93,23 @@ class Arithmetic(_Computed):
             operand: The number; or the axis whose size to a power it is, and a dtype
                 that this is rounded to.
         """
+        if not is_floating(inner.dtype):
+            raise ValueError(
+                f"{operator}: expected a floating-point dtype, got {inner}"
+            )
+        exact = np.promote_types(DTYPES[inner.dtype], np.float32)
         with np.errstate(all="ignore"):
             if isinstance(operand, Mapping):
-                axis = check_axis(operator, inner, operand["axis"])
-                power = np.float64(inner.shape[axis]) ** operand["power"]
-                operand = float(power.astype(operand.get("dtype", "float64")))
-            number = float(np.asarray(operand, _choose_wide(inner.dtype)))
-        if not (
-            is_floating(inner.dtype)
-            and np.isfinite(number)
-            and (number != 0 or operator in ("add", "subtract"))
+                size = inner.shape[check_axis(operator, inner, operand["axis"])]
+                power = np.float64(size) ** operand["power"]
+                operand = power.astype(DTYPES[operand.get("dtype", "float64")])
+            number = float(exact.type(operand))
+        if not np.isfinite(number) or (
+            not number and operator in ("multiply", "divide")
         ):
             raise ValueError(
-                f"{operator}: expected a floating-point dtype and a finite number, "
-                f"not 0 in multiply and divide, got {inner} and {number}"
+                f"{operator}: expected a finite number, other than 0 to multiply or "
+                f"divide {inner}, got {number}"
             )
         return cls(inner.dtype, inner.shape, (inner,), operator, number)
 
@@ -114,14 +117,10 @@ class Arithmetic(_Computed):
         return (region,)
 
     def compute(self, region: Region, *parts: Array) -> Array:  # noqa: ARG002 - as in all
-        wide = _choose_wide(self.dtype)
-        operate: np.ufunc = getattr(np, self.operator)
-        return np.asarray(operate(parts[0].astype(wide), wide.type(self.number)))
-
-
-def _choose_wide(dtype: str) -> np.dtype[Any]:
-    """Returns the dtype that elements are computed in."""
-    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+        exact = np.promote_types(DTYPES[self.dtype], np.float32)
+        found = parts[0].astype(exact)
+        getattr(np, self.operator)(found, exact.type(self.number), out=found)
+        return found
 
 
 @dataclass(frozen=True)

@@ -29,27 +29,11 @@ from storesvc_client._mapping.inverses import invert_document
 from storesvc_client._mapping.rules import VERSION, Rules, check_rules
 from storesvc_client.errors import InvalidRequestError
 
-_HEADS: Final = (
-    "graphstate/lm_head/kernel/value",
-    "params/params/decoder/logits_dense/kernel",
-)
-_TIE: Final = {
-    "tie": "graphstate/model/embed_tokens/embedding/value",
-    "to": _HEADS[0],
-    "operations": [{"transpose": [1, 0]}],
-}
 _OTHERS: Final = [
     {"from": each, "drop": True, "optional": True}
     for each in ("step", "opt_state/{rest*}", "graphother/{rest*}", "nnx_aux/{rest*}")
 ]
 """Leaves of a training state that no file of a model has."""
-
-_SCANNED: Final = {
-    "key": "layers",
-    "operations": [{"stack": {"axis": 0, "by": "layer"}}],
-}
-"""Stacked layers of a table that says nothing else: what replaces the number of a layer
-in keys, and the last operations of their rules."""
 
 _WORDS: Final = ("tied", "scanned", "inverse")
 _MAXTEXT: Final = "maxtext"
@@ -89,11 +73,9 @@ def load_table(name: str) -> Rules:
     table = tomllib.loads(text.replace('"head_dim"', size))
     rules: list[Mapping[str, Any]] = table["rules"]
     if "tied" in words:
-        rules = [rule for rule in rules if rule.get("to") not in _HEADS]
-        rules += [] if is_maxtext else [_TIE]
-    is_scanned = "scanned" in words
-    layers = table.get("scanned", _SCANNED) if is_scanned else table.get("apart")
-    if layers is not None:
+        rules = [rule for rule in rules if rule.get("from") != "lm_head/weight"]
+        rules += table.get("tied", [])
+    if layers := table.get("scanned" if "scanned" in words else "apart"):
         rules = [_change_layers(rule, **layers) for rule in rules]
     if "inverse" in words:
         forward = check_rules({"version": VERSION, "rules": rules}, name=family)

@@ -89,24 +89,15 @@ def invert_document(rules: Rules) -> list[dict[str, Any]]:
         ValueError: The inverse of a rule depends on the tree.
     """
     return [
-        {
-            **(
-                _drop_targets(rule)
-                if rule.tie is not None
-                else _invert_rule(rule, [{}] * len(rule.operations), may_round=True)
-            ),
-            "optional": rule.is_optional,
-        }
+        {**_invert_rule(rule, None), "optional": rule.is_optional}
         for rule in rules.rules
         if rule.targets
     ]
 
 
-def _invert_rule(
-    rule: Rule, steps: Sequence[Streams], *, may_round: bool = False
-) -> dict[str, Any]:
-    """Returns the inverse of a rule; of arithmetic, too, if it may round."""
-    if rule.default is not None:
+def _invert_rule(rule: Rule, steps: Sequence[Streams] | None) -> dict[str, Any]:
+    """Returns the inverse of a rule by its streams, or for every tree; see above."""
+    if rule.default is not None or (rule.tie is not None and steps is None):
         return _drop_targets(rule)
     if rule.tie is not None:
         name = json.dumps(str(rule.targets[0]))
@@ -121,14 +112,15 @@ def _invert_rule(
     if width < len(rule.targets):
         raise ValueError("it makes several leaves of one, which may differ later")
     for each in rule.operations:
-        if each.name in COMPUTING and not (may_round and each.name in _INVERSES):
+        if each.name in COMPUTING and (steps is not None or each.name not in _INVERSES):
             raise ValueError(
                 f"{each.name} computes, and its result does not contain every bit "
                 "that it was made of"
             )
+    streams = [{} for _ in rule.operations] if steps is None else steps
     operations = [
         inverse
-        for operation, before in zip(rule.operations, steps, strict=False)
+        for operation, before in zip(rule.operations, streams, strict=False)
         for inverse in _INVERSES[operation.name](operation.arguments, before)
     ]
     return {

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from storesvc.format.checksums import digest
-from storesvc.format.dtypes import DTYPES
+from storesvc.format.dtypes import DTYPES, is_floating
 from storesvc_client._mapping.templates import INTEGER, Template
 from storesvc_client._values.arguments import shown
 from storesvc_client.errors import InvalidRequestError
@@ -45,9 +45,6 @@ MAX_LISTED: Final = 1_000
 
 MAX_OPERATIONS: Final = 32
 """Maximum operations of a rule."""
-
-MAX_REAL: Final = (2 - 2**-23) * 2.0**127
-"""Largest number of float32."""
 
 OTHERWISE: Final = ("error", "keep", "drop")
 
@@ -76,22 +73,6 @@ def _are_integers(value: Any) -> bool:
     return is_list and all(map(_is_integer, value))
 
 
-def _is_real(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= MAX_REAL
-
-
-def _is_operand(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return _is_real(value)
-    given = {"dtype": "float32", **value}
-    return (
-        given.keys() == {"axis", "power", "dtype"}
-        and _is_integer(given["axis"])
-        and _is_real(given["power"])
-        and given["dtype"] in ("float32", "bfloat16", "float16")
-    )
-
-
 _FLAG: Final = Check("true or false", lambda value: isinstance(value, bool))
 _INTEGER: Final = Check("an integer", _is_integer)
 _INTEGERS: Final = Check("a list of integers", _are_integers)
@@ -111,10 +92,9 @@ _PARTS: Final = Check(
     lambda value: _is_integer(value) and 2 <= value <= MAX_LISTED,
 )
 _NUMBER: Final = Check("a number", lambda value: type(value) in (bool, int, float))
-_REAL: Final = Check("a finite number of float32", _is_real)
-_OPERAND: Final = Check(
-    "a finite number, or {axis = , power = } for the size of an axis to a power",
-    _is_operand,
+_REAL: Final = Check(
+    "a number from -2**127 to 2**127",
+    lambda value: type(value) in (int, float) and abs(value) <= 2.0**127,
 )
 _NAME: Final = Check(
     "a name", lambda value: isinstance(value, str) and value.isidentifier()
@@ -124,12 +104,19 @@ _DTYPE: Final = Check(
     "a dtype such as 'bfloat16'",
     lambda value: isinstance(value, str) and value in DTYPES,
 )
+_FLOATING: Final = Check(
+    "a floating-point dtype",
+    lambda value: _DTYPE.accepts(value) and is_floating(value),
+    is_required=False,
+)
 _LAYOUT: Final = Check(
     "'halves' or 'interleaved'", lambda value: value in ("halves", "interleaved")
 )
 
 ARITHMETIC: Final = ("add", "subtract", "multiply", "divide")
-"""The operations on each element and a number."""
+"""The operations on each element and a number, or the size of an axis to a power."""
+
+_POWER: Final = {"axis": _INTEGER, "power": _REAL, "dtype": _FLOATING}
 
 OPERATIONS: Final[Mapping[str, Check | Mapping[str, Check]]] = {
     "transpose": _INTEGERS,
@@ -146,7 +133,7 @@ OPERATIONS: Final[Mapping[str, Check | Mapping[str, Check]]] = {
     "deinterleave": {"axis": _INTEGER, "parts": _PARTS},
     "repeat": {"axis": _INTEGER, "times": _INTEGER},
     "permute_heads": {"axis": _INTEGER, "heads": _INTEGER, "from": _LAYOUT},
-    **dict.fromkeys(ARITHMETIC, _OPERAND),
+    **dict.fromkeys(ARITHMETIC, _REAL),
     "lora_merge": {
         "scale": _REAL,
         "fan_in_fan_out": _FLAG._replace(is_required=False),
@@ -403,6 +390,8 @@ def _check_operation(place: str, given: object) -> Operation:
             f"{place}: operations: expected one of {names}, got {shown(name)}"
         )
     where, check = f"{place}: {name}", OPERATIONS[name]
+    if name in ARITHMETIC and isinstance(value, Mapping):
+        return Operation(name, {"": _check_fields(where, value, _POWER)})
     if isinstance(check, Check):
         return Operation(name, {"": _check_value(where, value, check)})
     return Operation(name, _check_fields(where, value, check))

@@ -200,8 +200,8 @@ def invert_rules(reader: "MappedReader") -> None:
     """Print the rules of the way back, as JSON; no leaf is read.
 
     They make the checkpoint again from the tree that the rules make of it, bit by bit;
-    only a cast may change the payload of a NaN. Rules that leave something out have no
-    way back, nor have several leaves that are made of one.
+    only a cast may change the payload of a NaN. Rules that compute or leave something
+    out have no way back, nor have several leaves that are made of one.
 
     \b
     Examples:

@@ -115,7 +115,7 @@ def _invert_rule(rule: Rule, steps: Sequence[Streams] | None) -> dict[str, Any]:
         if each.name in COMPUTING and (steps is not None or each.name not in _INVERSES):
             raise ValueError(
                 f"{each.name} computes, and its result does not contain every bit "
-                "that it was made of"
+                "that it was made of; -inverse behind the name of a table comes close"
             )
     streams = [{} for _ in rule.operations] if steps is None else steps
     operations = [

@@ -86,10 +86,12 @@ def without_advice() -> Generator[None]:
     try:
         yield
     except MismatchError as e:
-        if "hints" not in e.metadata:
-            raise
-        text = str(e).removesuffix(e.metadata["hints"])
-        raise MismatchError(text, metadata={**e.metadata, "hints": ""}) from e.__cause__
+        if hints := e.metadata.get("hints"):
+            e.args, e.metadata = (
+                (str(e).removesuffix(hints),),
+                {**e.metadata, "hints": ""},
+            )
+        raise
 
 
 class StructureError(StoreError, ValueError):

@@ -257,6 +257,52 @@ def test_a_loop_resumes_what_it_saved_and_what_was_saved_before(run: store.Run) 
         assert {stored, "step"} == loop.restored.restore().keys()
 
 
+def test_a_loop_maps_older_checkpoints_and_none_that_it_saved(run: store.Run) -> None:
+    run.save(1, old_state()).result()
+    run.migrations.add(NEW_FIELD)  # the rules of a call apply in its place
+    init = {"model": {"w": jnp.zeros((2, 3))}, "step": jnp.int32(0)}
+
+    for start in 2, 4:
+        with run.loop(every=store.Steps(1)) as loop:
+            state, first = loop.restore_or(init, mapping=RENAMED)
+            assert first == start
+            same(old_state()["params"], state["model"])
+            for step in loop.steps(first, first + 2):
+                loop.after(step, state)
+        assert loop.restored is not None
+        assert loop.restored.report is not None
+        assert ("mapping" if start == 2 else "") == loop.restored.report.mapping
+        same(
+            loop.restored.restore(),
+            old_state() if start == 2 else jax.device_get(state),
+        )
+
+
+def test_a_loop_rejects_rules_that_would_map_what_it_saves(run: store.Run) -> None:
+    run.save(1, old_state()).result()
+    again = {**RENAMED, "rules": [{**RENAMED["rules"][0], "optional": True}]}
+
+    with (
+        run.loop(every=store.Steps(1)) as loop,
+        pytest.raises(store.InvalidRequestError, match="got rules that fit both"),
+    ):
+        loop.restore_or({"model": {"w": jnp.zeros((2, 3))}}, mapping=again)
+
+
+def test_a_loop_whose_rules_fit_no_checkpoint_says_why(run: store.Run) -> None:
+    run.save(1, {"other": 1}).result()
+
+    with (
+        run.loop(every=store.Steps(1)) as loop,
+        pytest.raises(store.MismatchError, match="model/w") as caught,
+    ):
+        loop.restore_or({"model": {"w": jnp.zeros((2, 3))}}, mapping=RENAMED)
+
+    (note,) = caught.value.__notes__
+    assert "mapping= does not apply to it: " in note
+    assert "params/{name}" in note
+
+
 def test_code_that_was_rolled_back_learns_which_migration_it_lacks(
     run: store.Run,
 ) -> None:

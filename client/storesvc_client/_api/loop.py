@@ -91,7 +91,9 @@ from storesvc_client.errors import (
 
 if TYPE_CHECKING:
     from storesvc_client._api.run import Run, RunParts
+    from storesvc_client._mapping.rules import Rules
     from storesvc_client._restore.checkpoint import OpenCheckpoint
+    from storesvc_client._values.options import MappingRules
 
 T = TypeVar("T")
 
@@ -318,16 +320,31 @@ class Loop:
 
     @overload
     def restore_or(
-        self, init: Callable[[], T], *, data: object = ..., on_damage: OnDamaged = ...
+        self,
+        init: Callable[[], T],
+        *,
+        data: object = ...,
+        mapping: "MappingRules | None" = ...,
+        on_damage: OnDamaged = ...,
     ) -> tuple[T, int]: ...
 
     @overload
     def restore_or(
-        self, init: T, *, data: object = ..., on_damage: OnDamaged = ...
+        self,
+        init: T,
+        *,
+        data: object = ...,
+        mapping: "MappingRules | None" = ...,
+        on_damage: OnDamaged = ...,
     ) -> tuple[T, int]: ...
 
     def restore_or(
-        self, init: Any, *, data: object = None, on_damage: OnDamaged = "raise"
+        self,
+        init: Any,
+        *,
+        data: object = None,
+        mapping: "MappingRules | None" = None,
+        on_damage: OnDamaged = "raise",
     ) -> tuple[Any, int]:
         """Returns the newest state of the run, or the initial one, and the first step.
 
@@ -346,13 +363,18 @@ class Loop:
             data: The data iterator, as ``Items.restore_into`` takes it. If there is a
                 checkpoint, it gets the state that was saved as the item "data"; each
                 save of this loop must then have ``items={"data": ...}``.
+            mapping: Rules that make the tree of the initial state of an older one, as
+                for ``Run.restore``, in place of the migrations of the run. They apply
+                if they fit the checkpoint; one that this loop saved is restored as it
+                is. So they must not fit the tree that they make.
             on_damage: As for ``Run.restore``: "raise" the error of a damaged newest
                 checkpoint, or restore an "older" one. A step is not saved again while
                 its damaged checkpoint exists, or a deleted one that is not purged; the
                 step after it is.
 
         Raises:
-            InvalidRequestError: ``init`` is None, or returns it.
+            InvalidRequestError: ``init`` is None, or returns it; or the rules are none,
+                or would fit what they make.
             NotFoundError: There is no such run, and ``create`` is not set; names
                 similar runs. Or the checkpoint has no item "data".
             MismatchError: As for ``Run.restore`` and ``Items.restore_into``.
@@ -372,6 +394,11 @@ class Loop:
 
         if init is None:
             raise self._no_state("None")
+        older = None
+        if mapping is not None:
+            from storesvc_client._restore.mapped import load_rules
+
+            older = load_rules(mapping)
         try:
             # Before the target is made, which takes time and memory.
             self._run.open(distributed=self._distributed)
@@ -389,7 +416,7 @@ class Loop:
         like = make_target(init) if is_function(init) else init
         if like is None:  # which would restore any tree
             raise self._no_state("a function that returns None")
-        return self._resume(like, data, on_damage)
+        return self._resume(like, data, older, on_damage)
 
     def _start_new(self, init: Any) -> Any:
         """Returns the initial state of a run without a checkpoint."""
@@ -404,7 +431,9 @@ class Loop:
         self._initial = without_values(state)
         return state
 
-    def _resume(self, like: Any, data: object, on_damage: OnDamaged) -> tuple[Any, int]:
+    def _resume(
+        self, like: Any, data: object, older: "Rules | None", on_damage: OnDamaged
+    ) -> tuple[Any, int]:
         """Restores the newest checkpoint; returns its state and the step after it."""
         modules = _find_modules(like)
         request, prepare = RestoreRequest(like=like), None
@@ -417,7 +446,10 @@ class Loop:
         )
         with without_advice():
             self.restored, state = opening.restore(
-                request, prepare=prepare, data=None if data is None else (_DATA, data)
+                request,
+                prepare=prepare,
+                data=None if data is None else (_DATA, data),
+                older=older,
             )
         if modules is not None:
             state = like

@@ -37,11 +37,17 @@ from storesvc_client._values.options import (
     RestoreRequest,
     checked_distributed,
 )
-from storesvc_client.errors import DataLossError, InvalidRequestError, StoreError
+from storesvc_client.errors import (
+    DataLossError,
+    InvalidRequestError,
+    MismatchError,
+    StoreError,
+)
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
     from storesvc_client._job.job import Job
+    from storesvc_client._mapping.rules import Rules
     from storesvc_client._restore.checkpoint import CheckpointReader, OpenCheckpoint
     from storesvc_client._restore.joint import JointRestore
     from storesvc_client._restore.open_tree import TreeReader
@@ -243,6 +249,7 @@ class Opening:
         *,
         prepare: "Prepare | None" = None,
         data: "tuple[str, Any] | None" = None,
+        older: "Rules | None" = None,
     ) -> "tuple[OpenCheckpoint, Any]":
         """Restores as ``Run.restore``; returns the checkpoint, which has the report,
         and the state.
@@ -252,8 +259,9 @@ class Opening:
             prepare: Returns what to restore, instead of ``request``.
             data: Name of an item, and the object that gets it; see
                 ``Items.restore_into``. Its damage counts, too.
+            older: Rules that apply in place of migrations, to the checkpoints that they
+                fit.
         """
-
         from storesvc_client._restore.checkpoint import OpenCheckpoint
 
         def act(
@@ -264,16 +272,24 @@ class Opening:
             # processes.
             give = reader.items.prepare_restore(*data) if data else lambda: None
             wanted, put = request, None
-            if prepare is not None:
-                wanted, put = prepare(reader.map_or_migrate(None))
-            state = reader.restore_within(joint, ends, wanted or RestoreRequest())
+            reader.older = older
+            try:
+                if prepare is not None:
+                    wanted, put = prepare(reader.map_or_migrate(None))
+                state = reader.restore_within(joint, ends, wanted or RestoreRequest())
+            except MismatchError as e:
+                if reader.unfit is not None:
+                    e.add_note(f"mapping= does not apply to it: {reader.unfit}")
+                raise
             if put is not None:
                 put(state)
             give()
-            reader.migrations = ()  # an open checkpoint is as it is stored
+            # an open checkpoint is as it is stored
+            reader.migrations, reader.older = (), None
             return OpenCheckpoint(reader), state
 
-        self._migrates = request is None or request.mapping is None
+        has_mapping = request is not None and request.mapping is not None
+        self._migrates = not has_mapping and older is None
         # The manifest is read in the same trace, which has all attempts.
         run = str(self._stub.name)
         with self._session.telemetry.tracing("storesvc.run.restore", run=run):

@@ -21,7 +21,7 @@ from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._restore.joint import JointRestore, join_restore
 from storesvc_client._restore.mapped import MappedReader, MappedSource
-from storesvc_client._restore.migrations import migrate
+from storesvc_client._restore.migrations import map_older, migrate
 from storesvc_client._restore.open_tree import OpenTree, TreeReader
 from storesvc_client._restore.sources import BucketSource, FileSource, ServerSource
 from storesvc_client._restore.spread import PeerSource, SpreadPlan, may_spread
@@ -51,6 +51,7 @@ from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
     LimitError,
+    MismatchError,
     PreconditionError,
     UnavailableError,
     translate_rpc_errors,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._export.elements import ExportRequest, OrbaxLayout, Source
     from storesvc_client._export.exporting import ExportReport
+    from storesvc_client._mapping.rules import Rules
     from storesvc_client._pytree.restore_target import Target
     from storesvc_client._values.options import AnyMapping
 
@@ -105,6 +107,10 @@ class CheckpointReader(TreeReader):
         """The checkpoint as the catalog had it when it was read."""
         self.migrations = migrations
         """Migrations that its restores apply; () if none were read."""
+        self.older: Rules | None = None
+        """Rules that apply in place of these, if they fit it."""
+        self.unfit: MismatchError | None = None
+        """Says why they do not; None if they do."""
         super().__init__(manifest.tree, allocate=session.blocks.take, job=job)
         self._held_by = held_by
         self._spread = spread
@@ -128,9 +134,15 @@ class CheckpointReader(TreeReader):
 
     def map_or_migrate(self, mapping: "AnyMapping | None") -> TreeReader:
         """Returns the reader of the tree that a mapping makes; without one, of the tree
-        that the migrations of the run make, if they were read."""
+        that ``older`` or the migrations of the run make, if they were read."""
         if mapping is not None:
             return self.map(mapping)
+        if self.older is not None:
+            try:
+                return map_older(self, self.older)
+            except MismatchError as e:  # as after a save of what they made
+                self.unfit = e
+                return self
         return migrate(self, self.migrations, place=str(self._name.run))
 
     def restore(self, request: RestoreRequest, deadline: DurationLike) -> Any:

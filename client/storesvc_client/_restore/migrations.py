@@ -18,7 +18,12 @@ from storesvc.format.trees import Tree
 from storesvc_client._mapping.planning import ARRAYS
 from storesvc_client._mapping.rules import Rules, check_rules
 from storesvc_client._restore.open_tree import TreeReader
-from storesvc_client.errors import InvalidRequestError, PreconditionError, StoreError
+from storesvc_client.errors import (
+    InvalidRequestError,
+    MismatchError,
+    PreconditionError,
+    StoreError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,3 +110,23 @@ def migrate(reader: TreeReader, packed: Iterable[bytes], *, place: str) -> TreeR
             name = f"migration {migration.name} ({migration.digest[:12]})"
             reader = reader.map(check_rules(migration.rules, name=name))
     return reader
+
+
+def map_older(reader: TreeReader, rules: Rules) -> TreeReader:
+    """Returns the reader of the tree that rules make of a checkpoint.
+
+    Raises:
+        MismatchError: The rules do not fit the checkpoint.
+        InvalidRequestError: They would fit what they make, too.
+    """
+    mapped = reader.map(rules)
+    try:
+        mapped.map(rules)
+    except MismatchError:
+        return mapped
+    raise InvalidRequestError(
+        f"{rules.name}: expected rules that do not fit the tree that they make of "
+        f"{reader.name}, as restore_or restores it without them once it is saved; got "
+        "rules that fit both; name what only older checkpoints have in from=, without "
+        "optional, or add the rules to the run with run.migrations.add"
+    )

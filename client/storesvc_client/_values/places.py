@@ -178,7 +178,7 @@ def copy_elements(into: NDArray[Any], array: NDArray[Any]) -> None:
     Two orders of axes would take several times as long:
 
     - Few elements follow each other in ``into``: NumPy copies along that axis, and
-      begins anew after each few. So each index of the axis is copied by itself.
+      starts again after each few. So each index of the axis is copied by itself.
     - Elements that follow each other in ``into`` are a multiple of ``ALIASED_BYTES``
       apart in the array: they share a few lines of a cache, and each evicts the one
       before. So the array is packed first with other distances.

@@ -365,8 +365,8 @@ class Loop:
                 save of this loop must then have ``items={"data": ...}``.
             mapping: Rules that make the tree of the initial state of an older one, as
                 for ``Run.restore``, in place of the migrations of the run. They apply
-                if they fit the checkpoint; one that this loop saved is restored as it
-                is. So they must not fit the tree that they make.
+                if they fit the checkpoint; one that this loop saved is restored
+                unchanged. So they must not fit the tree that they make.
             on_damage: As for ``Run.restore``: "raise" the error of a damaged newest
                 checkpoint, or restore an "older" one. A step is not saved again while
                 its damaged checkpoint exists, or a deleted one that is not purged; the

@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import logging
+import sys
 import tempfile
 import time
 import warnings
@@ -434,15 +435,15 @@ def compare(
 
 
 def main() -> None:
-    """Prints the outcome for each model."""
+    """Prints the outcome for each model, or for those that are named."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     print(f"{'model':26} {'layers':8} difference units norms    seconds")
-    for name, model in MODELS.items():
+    for name in sys.argv[1:] or MODELS:
         for is_scanned in (False, True):
             start = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
-                found = compare(model, Path(folder), is_scanned=is_scanned)
+                found = compare(MODELS[name], Path(folder), is_scanned=is_scanned)
             difference, units, norms = found
             print(
                 f"{name:26} {'scanned' if is_scanned else 'apart':8} "

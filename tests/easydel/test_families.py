@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from tests.easydel.families import MODELS
+from tests.easydel import families, maxtext
 
-NAMES = [*MODELS]
+NAMES = [*families.MODELS]
+MAXTEXT = [*maxtext.MODELS]
 
 
 @pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["even", "odd"])
@@ -16,8 +17,11 @@ def test_logits_are_those_of_transformers_both_ways(names: list[str]) -> None:
     run("tests.easydel.families", *names)
 
 
-def test_logits_of_the_tree_of_maxtext_are_those_of_transformers() -> None:
-    run("tests.easydel.maxtext")
+@pytest.mark.parametrize("names", [MAXTEXT[::2], MAXTEXT[1::2]], ids=["even", "odd"])
+def test_logits_of_the_tree_of_maxtext_are_those_of_transformers(
+    names: list[str],
+) -> None:
+    run("tests.easydel.maxtext", *names)
 
 
 def run(module: str, *names: str) -> None:

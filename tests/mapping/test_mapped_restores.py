@@ -388,6 +388,56 @@ def test_a_checkpoint_of_another_project_is_mapped_in_place(tmp_path: Path) -> N
     assert wanted.nbytes + 3 * CHECKSUM_BYTES == mapping.report.read_bytes
 
 
+@pytest.mark.parametrize("spec", [P(), P("b"), P(None, ("a", "b"))])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_ranges_of_an_axis_change_their_order(
+    embedded: store.Run, tmp_path: Path, axis: int, spec: P
+) -> None:
+    """They are no boxes of what is stored, here or in files of another project."""
+    from safetensors.numpy import save_file
+
+    array = np.asarray(values(128, 256))
+    embedded.save(1, {"w": array, "v": array}).result()
+    save_file({"w": array, "v": array}, tmp_path / "model.safetensors")
+    halves, parts = {"heads": 8, "from": "halves"}, {"parts": 2}
+    mapping = {
+        "version": 1,
+        "rules": [
+            {
+                "from": "w",
+                "to": "pairs",
+                "operations": [{"permute_heads": {"axis": axis, **halves}}],
+            },
+            {
+                "from": "v",
+                "to": ["even", "odd"],
+                "operations": [{"deinterleave": {"axis": axis, **parts}}],
+            },
+        ],
+    }
+    heads = np.moveaxis(array, axis, -1).reshape(-1, 8, 2, array.shape[axis] // 16)
+    pairs = heads.swapaxes(2, 3).reshape(-1, array.shape[axis])
+    wanted = {
+        "pairs": np.moveaxis(
+            pairs.reshape(np.moveaxis(array, axis, -1).shape), -1, axis
+        ),
+        "even": array[::2] if axis == 0 else array[:, ::2],
+        "odd": array[1::2] if axis == 0 else array[:, 1::2],
+    }
+
+    for reader in (
+        embedded.open(1),
+        store.open_foreign(f"safetensors:{tmp_path}").open(),
+    ):
+        view = reader.map(mapping)
+        found = view.restore(mesh=make_mesh(), rules=[("", spec)])
+        assert wanted.keys() == found.keys()
+        for key, each in wanted.items():
+            np.testing.assert_array_equal(each, found[key], err_msg=key)
+        assert view.report is not None
+        assert view.report.read_bytes <= 2 * array.nbytes + 64
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_rules_restore_what_numpy_makes(run: store.Run, seed: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storesvc.format.grids import Region
+from storesvc.format.grids import Region, whole
 from storesvc_client._mapping import expressions
 from storesvc_client._values import places
 from tests.mapping.drawn import Array, DrawnMapping, build, build_all, draw_region, plan
@@ -85,6 +85,29 @@ def test_a_rename_passes_its_leaf_on_as_it_is_stored() -> None:
     assert "b/w" == found.leaf.key
     assert isinstance(found.expression, expressions.Source)
     assert (2, 3) == found.leaf.chunk_shape
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        {"permute_heads": {"axis": 1, "heads": 32, "from": "halves"}},
+        {"permute_heads": {"axis": 1, "heads": 32, "from": "interleaved"}},
+        {"permute_heads": {"axis": 0, "heads": 8, "from": "halves"}},
+        {"deinterleave": {"axis": 1, "parts": 2}},
+    ],
+)
+def test_many_small_ranges_go_to_their_place_in_one_copy(operation: Any) -> None:
+    """However many heads or parts there are."""
+    name, *_ = operation
+    to = ["x", "y"] if name == "deinterleave" else "x"
+    rule = {"from": "w", "to": to, "operations": [operation]}
+
+    for each in plan([rule], {"w": np.zeros((64, 4096), np.float16)}).leaves:
+        place = places.Place.of_array(each.leaf.shape, 2)
+        region = whole(each.leaf.shape)
+        ((one, _, _),) = each.expression.destinations(region, place)
+        assert isinstance(one, expressions.Reshape)
+        assert one.divided
 
 
 def test_a_default_is_made_of_nothing() -> None:

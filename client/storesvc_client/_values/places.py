@@ -36,6 +36,9 @@ PACKED_BYTES: Final = 64 << 10
 FEW: Final = 8
 """Elements along an axis for which a set has room."""
 
+SHORT: Final = 4
+"""Elements along an axis that NumPy needs longer to begin with than to copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -185,7 +188,7 @@ def copy_elements(into: NDArray[Any], array: NDArray[Any]) -> None:
     """
     last = min(range(into.ndim), key=partial(_distance, into), default=0)
     if array.ndim > 1 and array.nbytes >= PACKED_BYTES:
-        if array.shape[last] <= FEW:
+        if array.shape[last] <= SHORT:
             each = np.moveaxis(into, last, 0), np.moveaxis(array, last, 0)
             for part, elements in zip(*each, strict=True):
                 copy_elements(part, elements)

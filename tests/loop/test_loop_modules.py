@@ -41,6 +41,7 @@ def make(seed: int = 1) -> tuple[Net, "nnx.Optimizer[Any]"]:
     return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
 
 
+@nnx.jit  # traced once: each operation by itself takes seconds in sum
 def train(model: Net, optimizer: "nnx.Optimizer[Any]") -> None:
     grads = nnx.grad(lambda model: (model(np.ones((3, 4), np.float32)) ** 2).mean())
     optimizer.update(model, grads(model))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -40,22 +40,63 @@ PROGRAM: Final = textwrap.dedent(
     import numpy as np
     import storesvc_client as store
 
-    target, step = sys.argv[1], int(sys.argv[2])
-    with store.connect(target) as client:
-        run = client.run("release/run")
-        for found in run.steps():
-            w = run.restore(found)["w"]
-            assert (w == np.arange(1000) + found).all(), found
-            assert run.verify(found).ok
-            assert run.items(found)["config"] == {"step": found}
-        items = {"config": {"step": step}}
-        run.save(step, {"w": np.arange(1000) + step}, items=items).result()
-        run.tags.set("newest", step)
-        run.retention.set(store.KeepLatest(10))
-        print(*run.steps(), run.checkpoint("newest").step)
+    def use(target, step):
+        with store.connect(target) as client:
+            run = client.run("release/run")
+            for found in run.steps():
+                w = run.restore(found)["w"]
+                assert (w == np.arange(1000) + found).all(), found
+                assert run.verify(found).ok
+                assert run.items(found)["config"] == {"step": found}
+            items = {"config": {"step": step}}
+            run.save(step, {"w": np.arange(1000) + step}, items=items).result()
+            run.tags.set("newest", step)
+            run.retention.set(store.KeepLatest(10))
+            return " ".join(map(str, [*run.steps(), run.checkpoint("newest").step]))
+
+    print(store.__file__, flush=True)
+    for line in sys.stdin:
+        target, step = line.split()
+        try:
+            print(use(target, int(step)), flush=True)
+        except Exception as e:
+            print(repr(e), flush=True)
     """
 )
-"""Saves a step, and restores those that the other side has saved."""
+"""For each line with a store and a step: saves the step, and restores those that the
+other side has saved."""
+
+
+class Release:
+    """A process with the client of a release. It is asked several times, since to start
+    it takes a second."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        """Starts it; `environment` leads to its packages."""
+        self.environment = environment
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.place = self._read()
+        """The file of its client library."""
+
+    def use(self, target: str, step: int) -> str:
+        """Connects to a store, and restores and saves there; returns all steps, or the
+        error."""
+        print(target, step, file=self._process.stdin, flush=True)
+        return self._read()
+
+    def end(self) -> None:
+        """Ends it."""
+        self._process.communicate()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
 
 
 def other_releases(tags: Iterable[str], version: str) -> list[str]:
@@ -87,38 +128,30 @@ def _git(*arguments: str) -> bytes:
     return subprocess.run(command, capture_output=True, check=True).stdout
 
 
+@pytest.fixture(scope="module")
+def this() -> Iterator[Release]:
+    """The release of this checkout."""
+    release = Release({})
+    yield release
+    release.end()
+
+
 @pytest.fixture(scope="module", params=other_releases(list_tags(), release_version()))
 def other(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """Environment of a process that runs another release."""
+) -> Iterator[Release]:
+    """Another release."""
     folder = tmp_path_factory.mktemp("release")
     packed = _git("archive", request.param, *PACKAGES)
     with tarfile.open(fileobj=io.BytesIO(packed)) as files:
         files.extractall(folder, filter="data")
     places = [folder, *(folder / name for name in PACKAGES[1:])]
     # without the current directory, which may be this checkout
-    return {"PYTHONPATH": os.pathsep.join(map(str, places)), "PYTHONSAFEPATH": "1"}
-
-
-def program(target: str, step: int, environment: dict[str, str]) -> str:
-    """Runs the program; returns what it prints."""
-    done = run_program(target, step, environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def run_program(
-    target: str, step: int, environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Runs the program to its end."""
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, target, str(step)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
+    release = Release(
+        {"PYTHONPATH": os.pathsep.join(map(str, places)), "PYTHONSAFEPATH": "1"}
     )
+    yield release
+    release.end()
 
 
 @pytest.mark.parametrize(
@@ -139,58 +172,50 @@ def test_the_other_releases_are_the_newest_before_this_version(
     assert expected == other_releases(tags, version)
 
 
-def test_the_other_release_is_another_tree(other: dict[str, str]) -> None:
-    code = "import storesvc_client, storesvc; print(storesvc.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | other,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    assert not found.stdout.startswith(str(ROOT / "storesvc"))
+def test_the_other_release_is_another_tree(this: Release, other: Release) -> None:
+    assert this.place.startswith(f"{ROOT}/")
+    assert not other.place.startswith(f"{ROOT}/")
 
 
 @pytest.mark.parametrize("is_server_old", [False, True])
 def test_a_client_and_a_server_of_two_releases_work_together(
-    tmp_path: Path, other: dict[str, str], is_server_old: bool
+    tmp_path: Path, this: Release, other: Release, is_server_old: bool
 ) -> None:
+    served, opposite = (other, this) if is_server_old else (this, other)
     server = ServerProcess(tmp_path / "store", tmp_path)
-    server.environment = other if is_server_old else {}
+    server.environment = served.environment
     server.start()
     try:
-        assert "1 1" == program(server.address, 1, {} if is_server_old else other)
-        assert "1 2 2" == program(server.address, 2, other if is_server_old else {})
-        assert "1 2 3 3" == program(server.address, 3, {} if is_server_old else other)
+        assert "1 1" == opposite.use(server.address, 1)
+        assert "1 2 2" == served.use(server.address, 2)
+        assert "1 2 3 3" == opposite.use(server.address, 3)
     finally:
         server.stop()
 
 
 def test_two_releases_use_one_store_in_turn(
-    tmp_path: Path, other: dict[str, str]
+    tmp_path: Path, this: Release, other: Release
 ) -> None:
     root = (tmp_path / "store").as_uri()
 
-    assert "1 1" == program(root, 1, other)
-    assert "1 2 2" == program(root, 2, {})
-    assert "1 2 3 3" == program(root, 3, other)
+    assert "1 1" == other.use(root, 1)
+    assert "1 2 2" == this.use(root, 2)
+    assert "1 2 3 3" == other.use(root, 3)
     with store.connect(root) as client:
         w = client.run("release/run").restore("newest")["w"]
     np.testing.assert_array_equal(np.arange(1000) + 3, w)
 
 
 def test_the_other_release_rejects_a_store_of_a_later_format_by_name(
-    tmp_path: Path, other: dict[str, str]
+    tmp_path: Path, this: Release, other: Release
 ) -> None:
     root = tmp_path / "store"
-    assert "1 1" == program(root.as_uri(), 1, {})
+    assert "1 1" == this.use(root.as_uri(), 1)
     record = stored_records.read(root, layout.STORE, pb.StoreRecord)
     record.format_version, record.release = 99, "9.0.0"
     stored_records.write(root, layout.STORE, record)
 
-    done = run_program(root.as_uri(), 2, other)
+    error = other.use(root.as_uri(), 2)
 
-    assert 0 != done.returncode
-    assert "store.binpb: expected a store of format 1 to " in done.stderr
-    assert "got format 99, set by storesvc 9.0.0; use that release" in done.stderr
+    assert "store.binpb: expected a store of format 1 to " in error
+    assert "got format 99, set by storesvc 9.0.0; use that release" in error

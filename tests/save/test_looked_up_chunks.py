@@ -21,13 +21,16 @@ Connect: TypeAlias = Callable[[], store.Run]
 HALF = 2_150_001
 """Elements of one of the two chunks of a large leaf."""
 
+KERNEL = 300_000
+"""Elements of a leaf of one chunk."""
+
 
 def state(*, frozen: float, adapter: float) -> dict[str, Any]:
     # not divisible by its chunks, so that the last one is padded when it is copied
     wide = np.arange(2 * HALF - 1, dtype=np.float32) + np.float32(frozen)
     return {
         "embedding": wide,
-        "kernel": -wide,
+        "kernel": -wide[:KERNEL],
         "many": [np.full(50, frozen + n) for n in range(30)],
         "adapter": np.full((300, 300), adapter, np.float32),
     }

@@ -2,9 +2,9 @@
 
 
 def __getattr__(name: str) -> str:
-    # Looked up on first use: the lookup alone takes longer than storectl may to start.
+    # Looked up once, on first use: that alone takes longer than storectl may to start.
     if name == "__version__":
         from importlib.metadata import version
 
-        return version("storesvc")
+        return str(globals().setdefault(name, version("storesvc")))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -166,6 +166,9 @@ async def await_future(future: "ts.Future[T]") -> T:
     cancellations at the moment of the result). A future without references is dropped
     as well, and blocks nothing.
     """
+    if future.done():  # in memory; other tasks take turns nevertheless
+        await asyncio.sleep(0)
+        return future.result()
     loop = asyncio.get_running_loop()
     done = loop.create_future()
 

@@ -35,9 +35,6 @@ WARN_SECONDS: Final = 2.0
 POLL_SECONDS: Final = 0.25
 """Interval between checks of the thread."""
 
-_IDLE_CHECKS: Final = 40
-"""Checks without any call after which the thread ends; the next call starts another."""
-
 _log = logging.getLogger("storesvc_client")
 
 
@@ -147,14 +144,12 @@ class Waits:
             return any(isinstance(w.error, UnavailableError) for w in self._waits)
 
     def _check(self) -> None:
-        idle = 0
         while True:
             time.sleep(POLL_SECONDS)
             with self._lock:
                 waits = list(self._waits)
-                idle = 0 if waits else idle + 1
-                if idle > _IDLE_CHECKS:
-                    self._thread = None
+                if not waits:
+                    self._thread = None  # the next call starts another
                     return
             for wait in waits:
                 was_late = wait.is_late

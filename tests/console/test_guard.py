@@ -13,7 +13,7 @@ from tests.console.served import KEY, ServedConsole
 
 @pytest.mark.slow
 def test_the_printed_address_lets_a_browser_in(console: ServedConsole) -> None:
-    with httpx.Client(base_url=console.address) as browser:
+    with httpx.Client(base_url=console.address, verify=False) as browser:
         first = browser.get(f"/?key={KEY}")
         then = browser.get("/")
 
@@ -62,7 +62,7 @@ def test_a_request_that_does_not_arrive_is_not_waited_for(
 def test_another_user_of_the_machine_is_rejected(
     console: ServedConsole, query: str
 ) -> None:
-    response = httpx.get(f"{console.address}/{query}")
+    response = httpx.get(f"{console.address}/{query}", verify=False)
 
     assert 403 == response.status_code
     assert "storectl console" in response.text
@@ -90,6 +90,7 @@ def test_a_name_of_another_site_is_rejected_at_the_port_of_the_console(
         console.address,
         headers={"Host": f"evil.example:{port}"},
         cookies={f"storesvc-console-{port}": KEY},
+        verify=False,
     )
 
     assert 403 == response.status_code
@@ -104,7 +105,10 @@ def test_the_names_of_this_machine_are_accepted(
     cookies = {f"storesvc-console-{port}": KEY}
 
     response = httpx.get(
-        console.address, headers={"Host": f"{host}:{port}"}, cookies=cookies
+        console.address,
+        headers={"Host": f"{host}:{port}"},
+        cookies=cookies,
+        verify=False,
     )
 
     assert 200 == response.status_code
@@ -128,7 +132,7 @@ def test_every_response_has_the_security_headers(
 
 
 def test_a_rejection_has_the_security_headers_too(console: ServedConsole) -> None:
-    headers = httpx.get(console.address).headers
+    headers = httpx.get(console.address, verify=False).headers
 
     assert "default-src 'none'" in headers["content-security-policy"]
 
@@ -150,6 +154,7 @@ def test_a_change_of_another_site_is_rejected(
         headers=headers,
         cookies={console.cookie: KEY},
         data={"run": "prod/llama-8b", "step": "300", "token": token},
+        verify=False,
     )
 
     assert 403 == response.status_code
@@ -173,6 +178,7 @@ def test_a_change_without_the_cookie_is_rejected(console: ServedConsole) -> None
         f"{console.address}/change/unpin?key={KEY}",
         headers={"Origin": console.address},
         data={"run": "prod/llama-8b", "step": "300", "token": _token(console)},
+        verify=False,
     )
 
     assert 403 == response.status_code

@@ -32,8 +32,13 @@ class ServedApp:
     ) -> None:
         """Sets the application, and what ``http`` sends with each request."""
         self._serving = serve_in_thread(app, self._socket)
+        # to load certificates takes longer than most tests, and none is used
         self.http = httpx.Client(
-            base_url=self.address, cookies=cookies, headers=headers, timeout=SECONDS
+            base_url=self.address,
+            cookies=cookies,
+            headers=headers,
+            timeout=SECONDS,
+            verify=False,
         )
 
     def __enter__(self) -> Self:

@@ -13,7 +13,7 @@ from storesvc.format.grids import Region, whole
 from storesvc_client._mapping import expressions
 from storesvc_client._values import places
 from tests.mapping.drawn import Array, DrawnMapping, build, build_all, draw_region, plan
-from tests.support.examples import examples
+from tests.support.examples import examples, soaked
 
 randoms = st.integers(0, 2**32).map(Random)
 
@@ -24,10 +24,11 @@ def test_rules_make_what_numpy_makes(random: Random) -> None:
     check_drawn_mapping(random)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("part", soaked(range(5), every=5))
 @given(randoms)
-@settings(max_examples=1_500)
-def test_many_rules_make_what_numpy_makes(random: Random) -> None:
+@settings(max_examples=300)
+def test_many_rules_make_what_numpy_makes(part: int, random: Random) -> None:
+    del part
     check_drawn_mapping(random)
 
 

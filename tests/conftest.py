@@ -34,6 +34,7 @@ os.environ["STORESVC_CONFIG"] = str(Path(__file__).parents[1] / "build" / "no-co
 if os.environ.get("STORESVC_SUITE") != "full":
     # what runs once is compiled soon rather than well
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import grpc
 import pytest
@@ -70,7 +71,7 @@ def pytest_collection_finish() -> None:
     """Keeps the modules and the collected tests out of the garbage collections to come,
     and makes these rarer: they take a tenth of the suite's time otherwise."""
     gc.freeze()
-    gc.set_threshold(10_000, 5, 5)  # memory grows with fewer full ones
+    gc.set_threshold(50_000, 5, 5)  # memory grows with fewer full ones
 
 
 def _use_memory_for_files(config: pytest.Config) -> None:

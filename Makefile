@@ -2,7 +2,7 @@
 # machine with Python 3.11, pip, make and gcc; CI runs `make check` and
 # `make test-easydel`.
 
-.PHONY: demo demo-multihost test check lint types contract breaking docs \
+.PHONY: demo demo-multihost test check static lint types contract breaking docs \
         newest wheel-test deploy-test bench soak release audit matrix test-easydel sweep-easydel test-gcs format proto lock clean
 
 VENV := .venv
@@ -34,7 +34,9 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses=3 -m "not slow"
 
 # Each test runs once, if not in `make soak` only; the README's command is the last.
-check: lint types contract breaking docs wheel-test deploy-test test
+check: static wheel-test deploy-test test
+
+static: lint types contract breaking docs
 
 # --- Setting up ---------------------------------------------------------------
 

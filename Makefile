@@ -36,6 +36,7 @@ test: $(INSTALLED)
 # Each test runs once, if not in `make soak` only; the README's command is the last.
 check: static wheel-test deploy-test test
 
+# Runs no tests of the code.
 static: lint types contract breaking docs
 
 # --- Setting up ---------------------------------------------------------------

@@ -110,6 +110,7 @@ def test_an_example_of_the_reference_runs(
     places: dict[str, str] = {
         "file:///tmp/ckpts": (tmp_path / "store").as_uri(),
         "gs://lab/store": (tmp_path / "lab").as_uri(),
+        '"/ckpts"': repr(str(tmp_path / "ckpts")),
         "/models/llama": str(tmp_path / "llama"),
         "steps=[100]": "steps=[50]",
     }

@@ -589,12 +589,15 @@ def test_a_text_that_is_no_policy_is_rejected_with_the_place(
         store.parse_policy(text)
 
 
+LONG = 200_000
+
+
 @pytest.mark.parametrize(
     "text",
-    ["(" * 10**6, "~" * 10**6, '"' * 10**6, 'best(1, "' + r"\"" * 500_000, " " * 10**6],
+    ["(" * LONG, "~" * LONG, '"' * LONG, 'best(1, "' + r"\"" * LONG, " " * LONG],
     ids=["parentheses", "negations", "strings", "open string", "blanks"],
 )
-def test_a_megabyte_that_is_no_policy_is_rejected_in_linear_time(text: str) -> None:
+def test_a_long_text_that_is_no_policy_is_rejected_in_linear_time(text: str) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected") as rejected:
         store.parse_policy(text)
 

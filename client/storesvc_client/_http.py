@@ -11,6 +11,7 @@ from typing import Final
 
 import h11
 import uvicorn
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -107,6 +108,13 @@ def bound_socket(port: int, host: str = HOST) -> socket.socket:
     return socket.create_server((host, port), family=family)
 
 
+class _Server(uvicorn.Server):
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        # what threads of the first request would import; a fifth of its time
+        asyncio.run(run_in_threadpool(int))
+        super().run(sockets)
+
+
 @contextmanager
 def serve_in_thread(
     app: ASGIApp, listening: socket.socket, tls: ssl.SSLContext | None = None
@@ -115,7 +123,7 @@ def serve_in_thread(
     config = configuration(app)
     config.load()
     config.ssl = tls
-    server = uvicorn.Server(config)
+    server = _Server(config)
     thread = threading.Thread(
         target=server.run, kwargs={"sockets": [listening]}, name="storesvc-http"
     )
@@ -132,7 +140,7 @@ def serve(app: ASGIApp, listening: socket.socket) -> None:
     # uvicorn raises the signal that ended it again, for the handler that was there
     earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        uvicorn.Server(configuration(app)).run(sockets=[listening])
+        _Server(configuration(app)).run(sockets=[listening])
     except KeyboardInterrupt:
         return
     finally:

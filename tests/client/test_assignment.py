@@ -101,6 +101,20 @@ def test_chunks_are_the_same_for_another_number_of_processes(
     assert sum(a * b for a, b in same) >= 0.95 * sum(a * b for a, b in leaves)
 
 
+@pytest.mark.parametrize("shape", [(128, 4096, 1536), (4096, 4096), (1939, 2142, 16)])
+def test_chunks_of_a_leaf_that_is_divided_along_its_last_dimension_are_large(
+    shape: tuple[int, ...],
+) -> None:
+    holders = tuple(frozenset({n}) for n in range(8))
+    shards, counts = (*shape[:-1], shape[-1] // 8), (*[1] * (len(shape) - 1), 8)
+
+    chunk_shape = shared_chunk_shape(shape, 2, Held(shards, counts, holders))
+
+    grid = Grid(shape, chunk_shape, 2)
+    assert grid.chunk_bytes >= 1 * MIB
+    assert all(holders_of_chunks(grid, Held(shards, counts, holders)))
+
+
 def test_one_holder_of_all_shards_gets_the_chunks_of_a_single_process_save() -> None:
     alone = (frozenset({0}),) * 4
     for shard in ((64, 1024), (4096, 1024), (1000, 777)):

@@ -76,8 +76,10 @@ def shared_chunk_shape(
     if len(set(held.holders)) > 1:
         chunk_shape = _steady_chunk_shape(shape, itemsize, held)
         grid = Grid(shape, chunk_shape, itemsize)
-        is_held = all(holders_of_chunks(grid, held))
-        if is_held and grid.chunk_bytes <= MAX_CHUNK_BYTES:
+        # rows that are cut along their last dimension would be millions of tiny chunks
+        is_coarse = grid.count <= 48 or grid.chunk_bytes >= 32 * _KIB
+        is_fit = is_coarse and grid.chunk_bytes <= MAX_CHUNK_BYTES
+        if is_fit and all(holders_of_chunks(grid, held)):
             return chunk_shape
     chunk = [max(1, n) for n in held.shard_shape]
     size = math.prod(chunk) * itemsize

@@ -218,17 +218,6 @@ def reservation(upload: str, record: pb.UploadRecord) -> pb.CheckpointRecord:
     )
 
 
-def release_slot(slot: pb.CheckpointRecord, when: Timestamp) -> pb.CheckpointRecord:
-    """Returns the slot after the abort of its owner."""
-    return pb.CheckpointRecord(
-        state=FREE,
-        step=slot.step,
-        upload=slot.upload,
-        epoch=slot.epoch,
-        delete_time=when,
-    )
-
-
 def owns(name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord) -> bool:
     """Returns whether an upload was the last to reserve a slot."""
     return slot.upload == name.upload and slot.epoch == record.epoch
@@ -523,7 +512,8 @@ def spare_slot(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
 
 
 def free_slot(slot: pb.CheckpointRecord, *, when: datetime) -> pb.CheckpointRecord:
-    """Returns the slot of a step whose checkpoint was purged."""
+    """Returns the slot of a step whose checkpoint was purged, or whose upload was
+    aborted."""
     return pb.CheckpointRecord(
         state=FREE,
         step=slot.step,

@@ -150,7 +150,7 @@ class LeaseExpiry:
             create_time=begun.create_time.ToDatetime(UTC),
             sign=_serialize_record(sign),
             before=state.slots.get(begun.step),
-            after=slots.release_slot(reserved, timestamp(self._clock.now())),
+            after=slots.free_slot(reserved, when=self._clock.now()),
         )
 
     async def _sign(self, run: RunName, upload: str) -> pb.LeaseRecord | None:

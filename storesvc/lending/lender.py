@@ -323,8 +323,9 @@ class Lender:
         self._opened: tuple[Lending, Issuer] | None = None
         """The issuer, with the configuration that it was opened with."""
 
-    async def lend_write(self, upload: UploadName) -> LentCredential:
-        """Lends a credential that permits to create data files of an upload.
+    async def lend(self, name: UploadName | HoldName) -> LentCredential:
+        """Lends a credential that permits to create data files of an upload, or to read
+        the data files of a hold's run.
 
         Raises:
             LendingUnsupportedError: The server is not configured to lend, or the
@@ -332,13 +333,10 @@ class Lender:
             StorageDeniedError: The provider lends the server none.
             StorageUnavailableError: The provider does not answer.
         """
-        return await self._lend(boundary.bound_upload(self._storage, upload))
-
-    async def lend_read(self, hold: HoldName) -> LentCredential:
-        """Lends a credential that permits to read the data files of a hold's run."""
-        return await self._lend(boundary.bound_pool(self._storage, hold.run))
-
-    async def _lend(self, limits: Boundary) -> LentCredential:
+        if isinstance(name, UploadName):
+            limits = boundary.bound_upload(self._storage, name)
+        else:
+            limits = boundary.bound_pool(self._storage, name.run)
         config, is_gcs = self._config(), limits.is_gcs
         if config is None or not (config.gcs if is_gcs else config.s3_role_arn):
             raise LendingUnsupportedError(

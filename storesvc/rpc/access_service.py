@@ -106,12 +106,12 @@ class AccessService:
         upload = await self._store.uploads.open(name, ref.epoch)
         count = upload.record.writer_count
         requests.check_writer("upload.writer", ref.writer, count)
-        return await lender.lend_write(name)
+        return await lender.lend(name)
 
     async def _lend_read(self, name: HoldName) -> LentCredential:
         lender = self._lender()
         await self._store.holds.live(name)
-        return await lender.lend_read(name)
+        return await lender.lend(name)
 
     def _lender(self) -> Lender:
         if self._security.lender is None:

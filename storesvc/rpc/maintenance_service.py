@@ -170,9 +170,6 @@ def report_message(report: Report) -> maintenance_api.VerifyCheckpointResponse:
         chunk_count=report.chunk_count,
         stored_bytes=report.stored_bytes,
         damages=(
-            maintenance_api.Damage(
-                key=found.key, index=found.index, kind=found.kind, message=found.message
-            )
-            for found in report.damages
+            messages.show_value(maintenance_api.Damage, one) for one in report.damages
         ),
     )

@@ -39,6 +39,12 @@ def _show_record(kind: type[M], record: Message, **given: Any) -> M:
     return kind(**{**shared, **given})
 
 
+def show_value(kind: type[M], value: object) -> M:
+    """Returns a message whose fields are the attributes of a value."""
+    names = kind.DESCRIPTOR.fields_by_name
+    return kind(**{name: getattr(value, name) for name in names})
+
+
 def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Upload:
     base = CheckpointName(name.run, record.base_step).resource if record.base else ""
     return _show_record(
@@ -124,18 +130,8 @@ def retention_response(
     outcomes: Iterable[Outcome],
 ) -> checkpoint_api.ApplyRetentionResponse:
     """Returns the message for the outcomes of a retention policy."""
-    return checkpoint_api.ApplyRetentionResponse(
-        decisions=(
-            checkpoint_api.RetentionDecision(
-                step=outcome.step,
-                uid=outcome.uid,
-                kept=outcome.kept,
-                reasons=outcome.reasons,
-                own_bytes=outcome.own_bytes,
-            )
-            for outcome in outcomes
-        )
-    )
+    decisions = (show_value(checkpoint_api.RetentionDecision, o) for o in outcomes)
+    return checkpoint_api.ApplyRetentionResponse(decisions=decisions)
 
 
 def tag_message(name: TagName, record: pb.TagRecord) -> checkpoint_api.Tag:

@@ -256,26 +256,6 @@ async def read_opening(
     return opening.open
 
 
-async def stored_parts(
-    run: RunName, stream: AsyncIterator[Frame | upload_api.WriteChunksRequest]
-) -> AsyncIterator[Frame | tree_pb2.ChunkTable]:
-    """Yields the parts of the messages after the opening.
-
-    Raises:
-        InvalidFieldError: A message has another part.
-        PermissionDeniedError: The caller may not refer to data files of the run.
-    """
-    async for request in stream:
-        if isinstance(request, Frame):
-            check_counts(request.columns)
-            yield request
-        else:
-            check_part(request, "frame", "placed")
-            check_counts(request)
-            require(Permission.UPLOADS_PLACE, run)
-            yield request.placed
-
-
 WORK_BYTES: Final = 384 << 20
 """Memory for tables that are unpacked or checked concurrently (an estimate)."""
 
@@ -434,7 +414,7 @@ class UploadService:
         written = self._store.receiver.write(
             upload,
             opening.writer,
-            self._count_bytes(upload, stored_parts(upload.name.run, parts)),
+            self._admit_parts(upload, parts),
             watch,
             # A client without free buffers sends nothing until it gets an
             # acknowledgement, so it is not late while the server stores a batch.
@@ -446,13 +426,29 @@ class UploadService:
                 yield upload_api.WriteChunksResponse(durable_count=count)
         _log.info("WriteChunks %s@%d: %s", upload.name.run, upload.record.step, watch)
 
-    async def _count_bytes(
-        self, upload: OpenUpload, parts: AsyncIterator[Frame | tree_pb2.ChunkTable]
+    async def _admit_parts(
+        self,
+        upload: OpenUpload,
+        stream: AsyncIterator[Frame | upload_api.WriteChunksRequest],
     ) -> AsyncIterator[Frame | tree_pb2.ChunkTable]:
-        """Yields the parts of a stream once the quota admits their bytes."""
+        """Yields the parts of the messages after the opening, once the quota admits
+        their bytes.
+
+        Raises:
+            InvalidFieldError: A message has another part.
+            PermissionDeniedError: The caller may not refer to data files of the run.
+        """
         tree_bytes = int(upload.tree.lengths.sum())
-        async for part in parts:
-            size = len(part.data) if isinstance(part, Frame) else sum(part.length)
+        async for request in stream:
+            part: Frame | tree_pb2.ChunkTable
+            if isinstance(request, Frame):
+                check_counts(request.columns)
+                part, size = request, len(request.data)
+            else:
+                check_part(request, "frame", "placed")
+                check_counts(request)
+                require(Permission.UPLOADS_PLACE, upload.name.run)
+                part, size = request.placed, sum(request.placed.length)
             await self._quotas.send(upload.name, size, tree_bytes)
             yield part
 

@@ -55,12 +55,12 @@ from storesvc.format.chunks import ChunkLocations, Sums, merge
 from storesvc.format.layout import ROOT, RunPaths
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import RunName, UploadName
+from storesvc.format.ocdbt import ZarrArray, view_arrays
 from storesvc.format.trees import Tree
 from storesvc.save.batches import check_small_chunks
 from storesvc.save.receipts import FEW_WRITERS, Receipts, longest
 from storesvc.save.receiver import Receiver, check_direct_chunks
 from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
-from storesvc.save.rules import make_key_space
 from storesvc.save.uploads import NewUpload, OpenUpload, Uploads, Version
 from storesvc.storage.bucket import (
     IF_ABSENT,
@@ -621,18 +621,30 @@ def _encode_objects(
     table are named by their own digests.
     """
     run, name, node_file = upload.places, upload.name.upload, _name_file(upload, unique)
+    tree = manifest.tree
     packed = b"".join(pack_manifest(manifest))
     table = _file_table(manifest, node_file).SerializeToString(deterministic=True)
     made = _Prepared(
-        manifest.tree,
+        tree,
         attempt=unique.hex[:8],
         manifest_bytes=len(packed),
         manifest_digest=digest(packed),
         files_digest=digest(table),
         own_bytes=int(manifest.places.length[_is_own(upload, manifest.places)].sum()),
     )
-    view = make_key_space(
-        manifest,
+    arrays = [
+        ZarrArray(
+            name=leaf.key,
+            shape=leaf.shape,
+            chunk_shape=leaf.chunk_shape,
+            dtype=leaf.dtype,
+        )
+        for leaf in tree.leaves
+    ]
+    view = view_arrays(
+        arrays,
+        tree.chunk_keys(np.arange(tree.chunk_count)),
+        manifest.places,
         node_file=node_file,
         node_offset=len(data),
         uuid=unique.bytes,

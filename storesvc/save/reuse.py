@@ -17,6 +17,7 @@ reserved its slot before this check, so a purge of the base sees the upload.
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,7 +35,7 @@ from storesvc.format.chunks import I64, ChunkLocations, Sums, same_sums
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
-from storesvc.save.staging_tables import FRESH_SECONDS, Table, staged_places, tables_at
+from storesvc.save.staging_tables import FRESH_SECONDS, Table, tables_at
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.object_bucket import TensorStoreBucket
 from storesvc.storage.requests import gather_each
@@ -190,7 +191,11 @@ class Reuse:
             _log.warning("%s: its chunks are not reused: %s", name, e)
             return []
         opened = OpenUpload(name, record, tree)
-        by_writer = await staged_places(self._bucket, name)
+        # One list call serves all writers: an upload may expect many writers, of which
+        # few store anything.
+        places, by_writer = opened.places, defaultdict[int, list[str]](list)
+        for place in await self._bucket.list(places.staging_prefix(name.upload)):
+            by_writer[places.parse_staged_writer(place)].append(place)
 
         async def list_stored(writer: int) -> list[Source]:
             return await self._sources_in(opened, by_writer[writer])

@@ -1,12 +1,10 @@
-"""Decides how the writers of a save differ, and how a checkpoint is shown as Zarr.
+"""Decides how the writers of a save differ.
 
 Each process of a job plans a save by itself, from the same program. A process that runs
 another version of the program, or of jax, would store different chunks under the same
 names. If several processes hold a leaf that only one of them writes, such as a Python
 number, a different value on another process would be lost. So the save plans and the
 leaf values of the writers are compared.
-
-The Zarr view of a checkpoint is an OCDBT key space that is built from its manifest.
 """
 
 from collections.abc import Sequence
@@ -15,39 +13,7 @@ import numpy as np
 
 from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.keys import ENCODED_KINDS, describe, kind_text
-from storesvc.format.manifests import Manifest
-from storesvc.format.ocdbt import View, ZarrArray, view_arrays
 from storesvc.format.trees import Leaf, Tree
-
-
-def make_key_space(
-    manifest: Manifest,
-    *,
-    node_file: str,
-    uuid: bytes,
-    commit_time_ns: int,
-    node_offset: int = 0,
-) -> View:
-    """Returns the key space that shows the leaves of a manifest as Zarr arrays; see
-    ``view_arrays``."""
-    tree = manifest.tree
-    return view_arrays(
-        [
-            ZarrArray(
-                name=leaf.key,
-                shape=leaf.shape,
-                chunk_shape=leaf.chunk_shape,
-                dtype=leaf.dtype,
-            )
-            for leaf in tree.leaves
-        ],
-        tree.chunk_keys(np.arange(tree.chunk_count)),
-        manifest.places,
-        node_file=node_file,
-        uuid=uuid,
-        commit_time_ns=commit_time_ns,
-        node_offset=node_offset,
-    )
 
 
 def first_difference(expected: Tree, got: Tree) -> tuple[str, str]:

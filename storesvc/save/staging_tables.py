@@ -7,7 +7,6 @@ need not send again; no chunk is read for either.
 """
 
 import uuid
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,20 +112,6 @@ class OwnTables:
     def _below(self, prefix: str) -> list[NewTable]:
         places = sorted(place for place in self._tables if place.startswith(prefix))
         return [self._tables[place] for place in places]
-
-
-async def staged_places(
-    bucket: TensorStoreBucket, name: UploadName
-) -> Mapping[int, list[str]]:
-    """Returns the paths of the staging tables of an upload, by writer.
-
-    One list call serves all writers: an upload may expect many writers, of which few
-    store anything.
-    """
-    places, found = RunPaths(name.run), defaultdict[int, list[str]](list)
-    for place in await bucket.list(places.staging_prefix(name.upload)):
-        found[places.parse_staged_writer(place)].append(place)
-    return found
 
 
 async def tables_at(

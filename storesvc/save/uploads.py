@@ -678,7 +678,7 @@ class Uploads:
             await write_record(
                 self._bucket,
                 places.checkpoint(step),
-                slots.release_slot(slot[0], timestamp(self._clock.now())),
+                slots.free_slot(slot[0], when=self._clock.now()),
                 condition=slot[1],
             )
         except PreconditionError as e:

@@ -66,6 +66,10 @@ def make_security(
         found = file.current() if file is not None else none
         return with_anonymous(found) if anonymous else found
 
+    def find_quotas() -> tuple[Sequence[QuotaRule], QuotaRule | None]:
+        found = document()
+        return found.quotas, found.principal_quota
+
     needs_tokens = document().issuers or document().trust_domains
     if needs_tokens and find_spec("joserfc") is None:
         raise InvalidFieldError(
@@ -75,7 +79,7 @@ def make_security(
     return Security(
         authenticate=Authenticator(document, has_local=has_local).authenticate,
         policy=lambda: document().policy,
-        quota_rules=lambda: parse_quota_rules(document()),
+        quota_rules=find_quotas,
         lender=Lender(storage_at(root), lambda: document().lending) if root else None,
         login_options=lambda: [
             access_api.LoginOption(
@@ -138,13 +142,6 @@ async def record_audit(
 def error_reason(error: BaseException) -> str:
     """Returns the reason of an error in the contract; for others, its class."""
     return error.reason if isinstance(error, StoreError) else type(error).__name__
-
-
-def parse_quota_rules(
-    document: PolicyDocument,
-) -> tuple[Sequence[QuotaRule], QuotaRule | None]:
-    """Returns the quotas of namespaces, and the one of each principal."""
-    return document.quotas, document.principal_quota
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from cachetools import LRUCache
@@ -88,18 +87,6 @@ def open_file(root: Path, path: str) -> int:
             os.close(descriptor)
             raise _irregular(path, directory, name)
         return descriptor
-
-
-def create_file(root: Path, path: str) -> int:
-    """Creates a file and opens it for writing; returns its descriptor.
-
-    Raises:
-        FileExistsError: The path exists.
-        IrregularFileError: The path leads through a link.
-        OSError: The file cannot be created.
-    """
-    with _opened(root, path) as (directory, name):
-        return os.open(name, _CREATE, 0o644, dir_fd=directory)
 
 
 def make_directory(root: Path, path: str) -> None:
@@ -274,11 +261,13 @@ class NewFile:
             path: Relative to the root; none of its directories may be a link.
 
         Raises:
+            IrregularFileError: The path leads through a link.
             OSError: The file exists, or cannot be created.
         """
         self._root = root
         self._path = path
-        self._descriptor = create_file(root, path)
+        with _opened(root, path) as (directory, name):
+            self._descriptor = os.open(name, _CREATE, 0o644, dir_fd=directory)
         self.size_bytes = 0
 
     def append(self, parts: Sequence[Buffer]) -> None:
@@ -312,12 +301,7 @@ class NewFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self.keep()
         else:

@@ -28,7 +28,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 import numpy as np
@@ -456,12 +455,7 @@ class DirectWriter:
         self._threads.submit(self._end, workers)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._stopped.set()
         if error is not None:
             self._slab_queue.cancel()

@@ -28,7 +28,6 @@ from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain, islice
-from types import TracebackType
 from typing import Final, Protocol, Self, TypeAlias
 
 import numpy as np
@@ -357,12 +356,7 @@ class SumsAhead:
         self._working = [self._threads.submit(self._work) for _ in range(SUM_THREADS)]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         with self._slab_queue.changed:
             self._is_stopped = True
             self._slab_queue.changed.notify_all()

@@ -22,7 +22,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Final, NamedTuple, Protocol, Self
 
 import grpc
@@ -90,12 +89,7 @@ class LeaseRenewer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Not joined: a renewal in flight may take its whole timeout, and one that
         # arrives after the end of the upload is rejected.
         self._ended.set()

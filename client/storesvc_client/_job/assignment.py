@@ -38,6 +38,12 @@ _STEADY_PARTS: Final = ((48, 256 * _KIB), (24, 256 * _KIB), (12, 32 * _KIB), (4,
 """Parts of a dimension, and the size of a chunk from which on it is divided into so
 many: 48 can be shared by 2, 3, 4, 6, 8, 12, 16, 24 and 48 processes."""
 
+_FEW_CHUNKS: Final = 48
+"""Chunks of a leaf that may be of any size; those of more would take long to plan."""
+
+_COARSE_BYTES: Final = 32 * _KIB
+"""Smallest chunk of a leaf of more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -77,7 +83,7 @@ def shared_chunk_shape(
         chunk_shape = _steady_chunk_shape(shape, itemsize, held)
         grid = Grid(shape, chunk_shape, itemsize)
         # rows that are cut along their last dimension would be millions of tiny chunks
-        is_coarse = grid.count <= 48 or grid.chunk_bytes >= 32 * _KIB
+        is_coarse = grid.count <= _FEW_CHUNKS or grid.chunk_bytes >= _COARSE_BYTES
         is_fit = is_coarse and grid.chunk_bytes <= MAX_CHUNK_BYTES
         if is_fit and all(holders_of_chunks(grid, held)):
             return chunk_shape

@@ -295,14 +295,6 @@ _TRANSFERS: Final = (
 """Modules that saves and restores import at the latest."""
 
 
-def _load_transfers() -> None:
-    """Imports the modules of saves and restores in a job of jax, so that its first
-    restore and its first save do not wait for them; other programs may need neither."""
-    if "jax" in sys.modules:
-        for name in _TRANSFERS:
-            import_module(name)
-
-
 def open_client(
     session: Session,
     *,
@@ -318,7 +310,11 @@ def open_client(
     connection = session.connection
     target = connection.address
     try:
-        _load_transfers()  # the channel connects in the meantime
+        # Imported while the channel connects, so that the first restore and the first
+        # save of a job of jax do not wait for it; other programs may need neither.
+        if "jax" in sys.modules:
+            for name in _TRANSFERS:
+                import_module(name)
         try:  # without retries, as the target may be mistyped
             info = _info(connection, connection.call)
         except UnavailableError as e:

@@ -386,28 +386,6 @@ def set_purge_delay(stub: RunStub, message: api.Run, delay: DurationLike) -> Non
     message.purge_delay.CopyFrom(duration_message(delay, what))
 
 
-def configure_run(
-    stub: RunStub,
-    *,
-    labels: Mapping[str, str] | None,
-    purge_delay: DurationLike | None,
-    etag: str | None = None,
-) -> RunInfo:
-    """Sets labels or the purge delay of a run; see ``Run.configure``."""
-    message, paths = api.Run(), []
-    if labels is not None:
-        paths.append("labels")
-        message.labels.update(checked_labels(str(stub.name), labels))
-    if purge_delay is not None:
-        paths.append("purge_delay")
-        set_purge_delay(stub, message, purge_delay)
-    if not paths:
-        raise InvalidRequestError(
-            f"{stub.name}: expected labels= or purge_delay= to configure, got none"
-        )
-    return update_run(stub, message, paths, etag)
-
-
 APPLY_SECONDS: Final = 3600.0
 """Timeout of a call that applies a policy; it may delete thousands of checkpoints."""
 

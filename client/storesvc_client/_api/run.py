@@ -23,9 +23,10 @@ from storesvc_client._api.groups import (
     Tags,
     Uploads,
     Usage,
-    configure_run,
     get_run,
+    set_purge_delay,
     update_checkpoint,
+    update_run,
     watch,
 )
 from storesvc_client._api.loop import Loop
@@ -753,9 +754,18 @@ class Run:
             InvalidRequestError: Nothing is to be set, or a value is out of range.
             ConflictError: The run changed since the etag was read.
         """
-        return configure_run(
-            self._stub, labels=labels, purge_delay=purge_delay, etag=etag
-        )
+        message, paths = api.Run(), []
+        if labels is not None:
+            paths.append("labels")
+            message.labels.update(checked_labels(self.name, labels))
+        if purge_delay is not None:
+            paths.append("purge_delay")
+            set_purge_delay(self._stub, message, purge_delay)
+        if not paths:
+            raise InvalidRequestError(
+                f"{self.name}: expected labels= or purge_delay= to configure, got none"
+            )
+        return update_run(self._stub, message, paths, etag)
 
     def usage(self) -> Usage:
         """Returns how many bytes and data files the run uses.

@@ -520,8 +520,6 @@ class ForeignReader(TreeReader):
 
     def restore(self, request: RestoreRequest, deadline: DurationLike) -> Any:
         """See ``TreeReader``."""
-        from storesvc_client._pytree.restore_target import Target
-
         what = f"restore of {self.name}: deadline="
         ends = Deadline.after(checked_duration(what, deadline).total_seconds())
         chosen = request.patterns(self.name)
@@ -537,16 +535,8 @@ class ForeignReader(TreeReader):
                 view = self.map(request.mapping)
                 rows = view.select_rows(chosen)
             with meter.phase("plan"), self._naming_lost():
-                target = Target.choose(
-                    view.tree,
-                    view.name,
-                    request,
-                    rows=rows,
-                    containers=view.select_containers(chosen)
-                    if request.like is None
-                    else (),
-                    has_text_keys=True,  # Orbax, and dotted names of others
-                )
+                # text keys: of Orbax, and dotted names of others
+                target = view.choose_target(request, rows, has_text_keys=True)
             assembly = view.plan_reads(target.regions(), target.place, meter, ends)
             source = view.open_source()
             assert isinstance(source, StepSource | MappedSource)

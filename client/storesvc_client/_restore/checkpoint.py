@@ -190,8 +190,6 @@ class CheckpointReader(TreeReader):
     ) -> tuple[Any, RestoreReport]:
         """Restores the state, after all processes of ``joint`` have agreed on the
         checkpoint; see ``Run.restore``. Returns it with the report."""
-        from storesvc_client._pytree.restore_target import Target
-
         if joint is None and self._spread:
             self._check_alone()
         chosen = request.patterns(self.name)
@@ -204,15 +202,9 @@ class CheckpointReader(TreeReader):
                         "and migrations, got both; leave spread= out, and each process "
                         "reads what its devices need"
                     )
-                rows = view.select_rows(chosen)
-                target = Target.choose(
-                    view.tree,
-                    view.name,
+                target = view.choose_target(
                     request,
-                    rows=rows,
-                    containers=view.select_containers(chosen)
-                    if request.like is None
-                    else (),
+                    view.select_rows(chosen),
                     has_text_keys=IMPORTED in self.info.labels or view is not self,
                 )
             with self.hold():  # 2. until every chunk is read

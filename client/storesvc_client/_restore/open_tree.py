@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from storesvc_client._pictures.leaf_statistics import LeafStatistics
+    from storesvc_client._pytree.restore_target import Target
     from storesvc_client._restore.pictures import Pictures
     from storesvc_client._telemetry.reports import RestoreReport
     from storesvc_client._values.options import AnyMapping, Rules
@@ -202,6 +203,22 @@ class TreeReader:
         for glob in select:
             chosen.update(matching_keys(glob, keys))
         return [each for each in found if each.what == TUPLE or each.key in chosen]
+
+    def choose_target(
+        self, request: RestoreRequest, rows: Sequence[int], *, has_text_keys: bool
+    ) -> "Target":
+        """Returns what a restore makes of selected rows; see ``Target.choose``."""
+        from storesvc_client._pytree.restore_target import Target
+
+        containers = list[Container]()
+        if request.like is None:
+            containers = self.select_containers(request.patterns(self.name))
+        return Target.choose(
+            *(self.tree, self.name, request),
+            rows=rows,
+            containers=containers,
+            has_text_keys=has_text_keys,
+        )
 
     def _has_empty(self, glob: Pattern) -> bool:
         """Returns whether a pattern matches a None or an empty container."""

@@ -60,23 +60,6 @@ if TYPE_CHECKING:
     from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
 
-def start_embedded(
-    root: str, *, timeout: float, collect: bool | None = None
-) -> "EmbeddedServer":
-    """Starts a server for the store at a root, which is created if it does not exist.
-    ``collect`` is as of ``connect``.
-
-    Raises:
-        InvalidRequestError: The root is not a URI of a supported storage, or the
-            server's packages are not installed.
-        StoreError: The store cannot be opened.
-    """
-    with _translate_start_errors(root):
-        from storesvc.server.embedded import EmbeddedServer
-
-        return EmbeddedServer(root, timeout=timeout, collect=collect)
-
-
 def holds_store(root: str, *, timeout: float) -> bool:
     """Returns whether a store exists at a root; creates none."""
     with _translate_start_errors(root):
@@ -449,7 +432,10 @@ def open_connection(
         )
     if is_root(target):
         _check_bare(target, ca=ca, cert=cert, key=key, token=token, insecure=insecure)
-        server = start_embedded(target, timeout=timeout, collect=collect)
+        with _translate_start_errors(target):
+            from storesvc.server.embedded import EmbeddedServer
+
+            server = EmbeddedServer(target, timeout=timeout, collect=collect)
         return Connection(
             lambda number: MetadataChannel(
                 _InProcessChannel(

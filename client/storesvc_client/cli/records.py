@@ -304,9 +304,9 @@ def comparison(
         case Kind.SIZE:
             return _with_number(field, sign, parse_size(text))
         case Kind.TIME:
-            return _with_time(field, sign, _time(text))
+            return _with_time(field, sign, _time(text), lambda time: time)
         case Kind.AGE:
-            return _with_age(field, sign, _duration(text), now)
+            return _with_time(field, sign, _duration(text), lambda time: now - time)
         case Kind.FLAG:
             wanted = _FLAGS.get(text.lower())
             if wanted is None:
@@ -392,24 +392,14 @@ def _with_number_or_text(
     return matches
 
 
-def _with_time(field: Field, sign: Operator, wanted: datetime) -> Predicate:
-    compare = _COMPARE[sign]
-
-    def matches(record: Any) -> bool:
-        value = field.value(record)
-        return value is not None and compare(value, wanted)
-
-    return matches
-
-
-def _with_age(
-    field: Field, sign: Operator, wanted: timedelta, now: datetime
+def _with_time(
+    field: Field, sign: Operator, wanted: Any, measure: Callable[[datetime], Any]
 ) -> Predicate:
     compare = _COMPARE[sign]
 
     def matches(record: Any) -> bool:
         value = field.value(record)
-        return isinstance(value, datetime) and compare(now - value, wanted)
+        return isinstance(value, datetime) and compare(measure(value), wanted)
 
     return matches
 

@@ -33,6 +33,7 @@ from storesvc_client.orbax.items import (
 )
 from storesvc_client.orbax.options import (
     NEEDLESS,
+    ContextSettings,
     IgnoredOptions,
     context_settings,
     policy_retention,
@@ -70,34 +71,19 @@ def checkpointable_content(name: str, value: Any, registry: Any) -> Content:
     return FilesContent(write, handler=f"{cls.__module__}.{cls.__qualname__}")
 
 
-def restore_checkpointable(
+def _load_checkpointable(
     opened: "OpenCheckpoint",
     name: str,
     part: Part,
     target: Any,
-    registry: Any,
-    *,
-    partial: bool,
+    settings: ContextSettings,
 ) -> Any:
-    """Returns a checkpointable, or loads it into an object and returns that.
-
-    Args:
-        opened: The checkpoint.
-        name: Name of the checkpointable.
-        part: Where it is.
-        target: What to return, or the object to load it into; None: as it was saved.
-        registry: Orbax's handlers of the context.
-        partial: Whether the checkpoint may have leaves that the target lacks.
-
-    Raises:
-        InvalidRequestError: No handler loads it into the target.
-        StoreError: As for ``OpenCheckpoint.restore``.
-    """
+    """Returns a checkpointable, or loads it into the target and returns that."""
     if part.kind == "tree":
-        return restore_tree(opened, part.place, target, partial=partial)
+        return restore_tree(opened, part.place, target, partial=settings.is_partial)
     if part.kind == "json":
         return opened.items[part.place]
-    handler = _find_handler(name, part, target, registry)
+    handler = _find_handler(name, part, target, settings.registry)
     is_stateful = type(handler).__name__ == "StatefulCheckpointableHandler"
     if handler is None or (is_stateful and target is None):
         raise InvalidRequestError(
@@ -451,10 +437,8 @@ class Checkpointer(ManagedRun):
             wanted = dict.fromkeys(record.parts)
         settings = context_settings(self._context, self._ignored)
         return {
-            name: restore_checkpointable(
-                *(opened, name, self._part(opened, record, name)),
-                *(target, settings.registry),
-                partial=settings.is_partial,
+            name: _load_checkpointable(
+                opened, name, self._part(opened, record, name), target, settings
             )
             for name, target in wanted.items()
         }

@@ -44,7 +44,6 @@ from storesvc_client.errors import (
     NotFoundError,
 )
 from storesvc_client.orbax.step_errors import StepMissingError
-from storesvc_client.orbax.trees import has_tree
 
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
@@ -330,17 +329,6 @@ def read_record(opened: "OpenCheckpoint") -> StepRecord:
     if RECORD not in opened.items:
         return StepRecord(parts={DEFAULT_ITEM: Part(kind="tree", place="")})
     return StepRecord.parse(opened.name, opened.items[RECORD])
-
-
-def find_part(opened: "OpenCheckpoint", record: StepRecord, name: str) -> Part | None:
-    """Returns the part of an item; None if the step has none of this name.
-
-    A step without a record has an item for each first key of its tree.
-    """
-    found = record.parts.get(name)
-    if found is None and RECORD not in opened.items and has_tree(opened, name):
-        found = Part(kind="tree", place=name)
-    return found
 
 
 def restore_files(

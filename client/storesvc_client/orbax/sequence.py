@@ -46,10 +46,10 @@ from storesvc_client.errors import (
     UnavailableError,
 )
 from storesvc_client.orbax.items import (
+    RECORD,
     Part,
     StepPath,
     StepRecord,
-    find_part,
     read_record,
 )
 from storesvc_client.orbax.step_errors import (
@@ -57,6 +57,7 @@ from storesvc_client.orbax.step_errors import (
     StepExistsError,
     StepMissingError,
 )
+from storesvc_client.orbax.trees import has_tree
 
 if TYPE_CHECKING:
     from storesvc_client._restore.checkpoint import OpenCheckpoint
@@ -579,8 +580,11 @@ class ManagedRun:
         return opened, read_record(opened)
 
     def _part(self, opened: "OpenCheckpoint", record: StepRecord, name: str) -> Part:
-        part = find_part(opened, record, name)
+        part = record.parts.get(name)
         if part is None:
+            # a step without a record has an item for each first key of its tree
+            if RECORD not in opened.items and has_tree(opened, name):
+                return Part(kind="tree", place=name)
             raise ItemMissingError(
                 f"{opened.name} has no item {name!r}; it has: {', '.join(record.parts)}"
             )

@@ -100,7 +100,9 @@ class Builder:
         return f"structure {parts}" if parts else "the structure"
 
     def _node(self, value: JSON) -> Any:
-        cls = self._table.node_class(value["node"], self._here)
+        cls = self._table.find_class(
+            value["node"], self._here, nnx.Pytree, "an nnx.Module class"
+        )
         node = object.__new__(cls)  # not cls(): no constructor runs for a document
         self._keep(value, node)  # before its children, which may refer to it
         attributes = vars(node)
@@ -160,7 +162,9 @@ class Builder:
 
     def _variable(self, value: JSON) -> Any:
         place = self._here
-        cls = self._table.variable_class(value["variable"], place)
+        cls = self._table.find_class(
+            value["variable"], place, nnx.Variable, "an nnx.Variable class"
+        )
         stored = {}
         for key, item in parse_pairs(value.get("metadata"), place):
             if not isinstance(key, str) or key.startswith("__"):

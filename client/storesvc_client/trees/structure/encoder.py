@@ -430,7 +430,9 @@ class ValueDecoder:
         self._table = table
         self._decoders: dict[str, Callable[[JSON, Place], Any]] = {
             "call": self._initializer,
-            "class": lambda v, place: table.any_class(v["class"], place),
+            "class": lambda v, place: table.find_class(
+                v["class"], place, object, "a class"
+            ),
             "enum": self._enum,
             "function": lambda v, place: table.function(v["function"], place),
             "linen": self._linen,
@@ -452,7 +454,7 @@ class ValueDecoder:
         return self._decoders[tag](value, place)
 
     def _enum(self, value: JSON, place: Place) -> Any:
-        cls = self._table.enum_class(value["enum"], place)
+        cls = self._table.find_class(value["enum"], place, enum.Enum, "an enumeration")
         member = value.get("member")
         if not isinstance(member, str) or member not in cls.__members__:
             raise structure_error(place, f"a member of {value['enum']}", shown(member))
@@ -469,7 +471,9 @@ class ValueDecoder:
         )
 
     def _linen(self, value: JSON, place: Place) -> Any:
-        cls: Any = self._table.linen_class(value["linen"], place)
+        cls: Any = self._table.find_class(
+            value["linen"], place, nn.Module, "a flax.linen.Module class"
+        )
         fields = self._keywords(value.get("fields"), place)
         known = {f.name for f in dataclasses.fields(cls) if f.init} - {"parent"}
         if unknown := fields.keys() - known:

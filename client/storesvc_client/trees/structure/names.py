@@ -16,7 +16,6 @@ recurse, and its cost is a bounded multiple of the bytes read.
 """
 
 import builtins
-import enum
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -323,46 +322,29 @@ class Table:
     def __init__(self, allow: Allowed) -> None:
         self._objects = {**BUILT_IN, **_name_allowed(allow)}
 
-    def node_class(self, name: Any, place: Place) -> type[Any]:
-        return self._class(name, place, nnx.Pytree, "an nnx.Module class")
-
-    def variable_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns a Variable class; raises like ``node_class``."""
-        return self._class(name, place, nnx.Variable, "an nnx.Variable class")
-
-    def enum_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns an enumeration class; raises like ``node_class``."""
-        return self._class(name, place, enum.Enum, "an enumeration")
-
-    def linen_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns a Linen module class; raises like ``node_class``."""
-        return self._class(name, place, nn.Module, "a flax.linen.Module class")
+    def find_class(self, name: Any, place: Place, base: type, what: str) -> type[Any]:
+        """Returns a class below `base`; the message of another one says `what` was
+        expected."""
+        found = self._object(name, place, what)
+        if not isinstance(found, type) or not issubclass(found, base):
+            raise structure_error(place, what, f"{shown(name)}, which is not one")
+        return found
 
     def named_tuple(self, name: Any, place: Place) -> type[Any]:
-        """Returns a NamedTuple class; raises like ``node_class``."""
-        found = self._class(name, place, tuple, "a NamedTuple class")
+        """Returns a NamedTuple class; raises like ``find_class``."""
+        found = self.find_class(name, place, tuple, "a NamedTuple class")
         if not isinstance(getattr(found, "_fields", None), tuple):
             raise structure_error(place, "a NamedTuple class", shown(name))
         return found
 
-    def any_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns any class, used as a value only; raises like ``node_class``."""
-        return self._class(name, place, object, "a class")
-
     def function(self, name: Any, place: Place) -> Callable[..., Any]:
-        """Returns a function; raises like ``node_class``."""
+        """Returns a function; raises like ``find_class``."""
         found = self._object(name, place, "a function")
         if isinstance(found, type) or not callable(found):
             raise structure_error(
                 place, "a function", f"{shown(name)}, which is not one"
             )
         return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
-
-    def _class(self, name: Any, place: Place, base: type, what: str) -> type[Any]:
-        found = self._object(name, place, what)
-        if not isinstance(found, type) or not issubclass(found, base):
-            raise structure_error(place, what, f"{shown(name)}, which is not one")
-        return found
 
     def _object(self, name: Any, place: Place, what: str) -> Any:
         if type(name) is not str:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from itertools import islice
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 import numpy as np
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -390,7 +390,7 @@ def update_slot(
     if slot.state != COMMITTED:
         raise is_deleted(run, slot)
     check_etag(f"{run}@{slot.step}", etag, record_etag(slot))
-    changed = _copy(slot, write_id)
+    changed = _change(slot, write_id=write_id)
     if change.labels is not None:
         changed.ClearField("labels")
         changed.labels.update(change.labels)
@@ -434,8 +434,7 @@ def delete_slot(
     if slot.upload in tagged:
         tag = f"tag {tagged[slot.upload]}"
         raise in_use(run, slot, tag, "move or delete the tag")
-    changed = _copy(slot, write_id)
-    changed.state = DELETED
+    changed = _change(slot, write_id=write_id, state=DELETED)
     changed.delete_time.CopyFrom(timestamp(when))
     changed.purge_time.CopyFrom(timestamp(purge_time))
     return changed
@@ -455,8 +454,7 @@ def undelete_slot(
         case SlotState.COMMITTED:
             return slot
         case SlotState.DELETED:
-            changed = _copy(slot, write_id)
-            changed.state = COMMITTED
+            changed = _change(slot, write_id=write_id, state=COMMITTED)
             changed.ClearField("delete_time")
             changed.ClearField("purge_time")
             return changed
@@ -493,10 +491,7 @@ def purging(
         case SlotState.PURGING:
             return slot
         case SlotState.DELETED:
-            changed = pb.CheckpointRecord()
-            changed.CopyFrom(slot)
-            changed.state = PURGING
-            return changed
+            return _change(slot, state=PURGING)
         case SlotState.UPLOADING | SlotState.FREE:
             raise AssertionError(state)
         case _:
@@ -505,10 +500,7 @@ def purging(
 
 def spare_slot(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
     """Returns the slot of a checkpoint that is referenced, and so is not purged."""
-    changed = pb.CheckpointRecord()
-    changed.CopyFrom(slot)
-    changed.state = DELETED
-    return changed
+    return _change(slot, state=DELETED)
 
 
 def free_slot(slot: pb.CheckpointRecord, *, when: datetime) -> pb.CheckpointRecord:
@@ -623,8 +615,10 @@ def in_use(
     )
 
 
-def _copy(slot: pb.CheckpointRecord, write_id: str) -> pb.CheckpointRecord:
+def _change(slot: pb.CheckpointRecord, **values: Any) -> pb.CheckpointRecord:
+    """Returns a copy with other values of some fields, all of them scalars."""
     changed = pb.CheckpointRecord()
     changed.CopyFrom(slot)
-    changed.write_id = write_id
+    for name, value in values.items():
+        setattr(changed, name, value)
     return changed

@@ -30,6 +30,7 @@ from storesvc_client._pictures.svg import (
     GREY,
     Style,
     document,
+    draw_rect,
     element,
     fit_text,
     note,
@@ -172,11 +173,8 @@ def chunk_map(
     if len(cells) <= _TITLED:
         body = []
         for cell in cells:
-            x, y, w, h = _box(cell, size)
             title, style = _title(cell, grid, changed), _style(_level(cell))
-            body.append(
-                element("rect", title=title, x=x, y=y, width=w, height=h, **style)
-            )
+            body.append(draw_rect(*_box(cell, size), title=title, **style))
     else:
         body = [*_paths(cells, size)]
     parts = [f"{count_text(grid.count, 'chunk')} of {sizes_text(grid.chunk_shape)}"]
@@ -367,13 +365,9 @@ def _draw_block(
         where = _region_text(cell.first, shape, counts)
     else:
         where = count_text(cell.count, "block")
-    yield element(
-        "rect",
+    yield draw_rect(
+        *(x, y, wide - gap, tall - gap),
         title=f"{where}\n{count_text(len(held), 'device')}: {_ranges(held, 12)}",
-        x=x,
-        y=y,
-        width=wide - gap,
-        height=tall - gap,
         fill=DTYPE_COLOURS[cell.first % len(DTYPE_COLOURS)],
         fill_opacity=0.4,
     )

@@ -20,6 +20,7 @@ from storesvc_client._pictures.svg import (
     Picture,
     Style,
     document,
+    draw_rect,
     element,
     fit_text,
     line,
@@ -335,13 +336,9 @@ def _draw_bars(
             left, right = left - 12, right + 12
         top = min(y(count), bottom - 1)  # one value is seen among millions
         values = f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
-        yield element(
-            "rect",
+        yield draw_rect(
+            *(left, top, max(right - left - 0.5, 0.5), bottom - top),
             title=f"{values}\n{count:,} of {total:,}",
-            x=left,
-            y=top,
-            width=max(right - left - 0.5, 0.5),
-            height=bottom - top,
             fill=BLUE,
         )
 
@@ -374,18 +371,8 @@ def draw_heatmap(
     blocks = f"{rows} x {columns} blocks of {sizes_text(shape[-2:])}{lead}"
     caption = f"{blocks}, {remark}" if remark else blocks
     body.append(words(fit_text(caption, _WIDTH), 0, top + 22, fill_opacity=0.7))
-    body.append(
-        element(
-            "rect",
-            x=0,
-            y=0,
-            width=columns * size,
-            height=rows * size,
-            fill="none",
-            stroke="currentColor",
-            stroke_opacity=0.25,
-        )
-    )
+    frame: Style = {"fill": "none", "stroke": "currentColor", "stroke_opacity": 0.25}
+    body.append(draw_rect(0, 0, columns * size, rows * size, **frame))
     low, high = number_text(min(known)), number_text(max(known))
     label = f"means from {low} to {high} of {caption}"
     return document(body, label=label, width=_WIDTH, height=rows * size + _BELOW)
@@ -427,7 +414,7 @@ def _draw_scale(strongest: float, top: float) -> Iterator[str]:
     start = text_width(f"-{text}") + 8
     for level in range(-_LEVELS, _LEVELS + 1):
         if level:
-            place: Style = {"x": start + (level + _LEVELS) * wide, "y": top - 5}
-            yield element("rect", **place, width=wide, height=10, **_level_style(level))
+            x = start + (level + _LEVELS) * wide
+            yield draw_rect(x, top - 5, wide, 10, **_level_style(level))
     yield words("0", start + _SCALE_WIDTH / 2, top + 4, text_anchor="middle")
     yield words(text, start + _SCALE_WIDTH + 8, top + 4)

@@ -111,6 +111,13 @@ def line(x1: float, y1: float, x2: float, y2: float, *, opacity: float = 1.0) ->
     )
 
 
+def draw_rect(
+    x: float, y: float, width: float, height: float, **attributes: Any
+) -> str:
+    """Returns a rectangle by its upper left corner and its size."""
+    return element("rect", x=x, y=y, width=width, height=height, **attributes)
+
+
 def number(value: float) -> str:
     """Returns a coordinate, with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"

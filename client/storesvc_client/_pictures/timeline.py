@@ -34,6 +34,7 @@ from storesvc_client._pictures.svg import (
     RED,
     Style,
     document,
+    draw_rect,
     element,
     fit_text,
     line,
@@ -360,26 +361,10 @@ def _drawn(lane: str, mark: Mark, y: float) -> str:
             diamond = f"M{number(x)} {number(y - r - 1)}{sides}z"
             return _path(mark, diamond, fill=PURPLE)
         case "pinned":
-            return element(
-                "rect",
-                title=mark.title,
-                x=x - r,
-                y=y - r,
-                width=2 * r,
-                height=2 * r,
-                fill=GREEN,
-            )
+            return draw_rect(x - r, y - r, 2 * r, 2 * r, title=mark.title, fill=GREEN)
         case "held":
-            return element(
-                "circle",
-                title=mark.title,
-                cx=x,
-                cy=y,
-                r=r,
-                fill="none",
-                stroke=ORANGE,
-                stroke_width=2.5,
-            )
+            ring: Style = {"fill": "none", "stroke": ORANGE, "stroke_width": 2.5}
+            return element("circle", title=mark.title, cx=x, cy=y, r=r, **ring)
         case _:
             cross = f"M{number(x - r)} {number(y - r)}l8 8m0 -8l-8 8"
             return _path(mark, cross, fill="none", stroke=RED, stroke_width=2.5)
@@ -397,16 +382,8 @@ def _draw_checkpoint(mark: Mark, y: float) -> str:
     if mark.count == 1:
         return element("circle", title=mark.title, cx=mark.x, cy=y, r=_RADIUS, **style)
     wide, tall = BIN - 3.0, 14.0
-    return element(
-        "rect",
-        title=mark.title,
-        x=mark.x - wide / 2,
-        y=y - tall / 2,
-        width=wide,
-        height=tall,
-        rx=2,
-        **style,
-    )
+    corner = mark.x - wide / 2, y - tall / 2
+    return draw_rect(*corner, wide, tall, title=mark.title, rx=2, **style)
 
 
 def _metric(

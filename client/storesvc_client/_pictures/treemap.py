@@ -32,7 +32,7 @@ from storesvc_client._pictures.svg import (
     GREY,
     Style,
     document,
-    element,
+    draw_rect,
     fit_text,
     ink_on,
     note,
@@ -512,13 +512,9 @@ def _tile(tile: Tile, rule: Colouring, total: int) -> Iterator[str]:
     """Yields the rectangle of a tile, and its texts if they fit."""
     at, colour = tile.place, rule.colours[rule.entry(tile.leaves)]
     gap = min(_GAP, at.width / 4, at.height / 4)
-    yield element(
-        "rect",
+    yield draw_rect(
+        *(at.x + gap, at.y + gap, at.width - 2 * gap, at.height - 2 * gap),
         title=_tooltip(tile, rule, total),
-        x=at.x + gap,
-        y=at.y + gap,
-        width=at.width - 2 * gap,
-        height=at.height - 2 * gap,
         fill=colour,
         data_key=tile.key,
     )
@@ -562,13 +558,9 @@ def _group(group: Group, total: int) -> Iterator[str]:
     """Yields the frame of a group, and the text of its header."""
     at = group.place
     size = f"{size_text(group.size_bytes)}, {percent(group.size_bytes / total)}"
-    yield element(
-        "rect",
+    yield draw_rect(
+        *(at.x + _GAP, at.y + _GAP, at.width - 2 * _GAP, at.height - 2 * _GAP),
         title=f"{printable(group.key)}\n{count_text(group.leaf_count, 'leaf')}\n{size}",
-        x=at.x + _GAP,
-        y=at.y + _GAP,
-        width=at.width - 2 * _GAP,
-        height=at.height - 2 * _GAP,
         fill="currentColor",
         fill_opacity=0.12,
         data_key=group.key,
@@ -605,7 +597,7 @@ def _legend(
         middle = x + 16 + text_width(name) + 4
         if middle + text_width(share) > width:
             return
-        yield element("rect", x=x + 1, y=y - 9, width=10, height=10, rx=2, fill=colour)
+        yield draw_rect(x + 1, y - 9, 10, 10, rx=2, fill=colour)
         yield words(name, x + 16, y)
         yield words(share, middle, y, fill_opacity=0.7)
         x = middle + text_width(share) + 12

@@ -181,26 +181,20 @@ def _stages(tree: Tree, exchanged: Needed, *, count: int) -> list[int]:
     starts: list[int] = []
     held = np.zeros(count, np.int64)
     sizes: dict[tuple[int, int], NDArray[np.int64]] = {}
+    """Bytes that each process needs of a leaf."""
     for row, regions in sorted(exchanged, key=lambda one: one[0]):
         # Leaves of one shape and placement share their regions.
         key = (id(regions), tree.grids[row].itemsize)
         if key not in sizes:
-            sizes[key] = _buffer_bytes(regions, key[1], count=count)
+            needed = sizes[key] = np.zeros(count, np.int64)
+            for region, of in regions.items():
+                elements = math.prod(stop - start for start, stop in region)
+                needed[list(of)] += elements * key[1]
         if not starts or (held + sizes[key]).max() > STAGE_BYTES:
             starts.append(int(tree.first_chunk[row]))
             held[:] = 0
         held += sizes[key]
     return starts
-
-
-def _buffer_bytes(
-    regions: Mapping[Region, Holders], itemsize: int, *, count: int
-) -> NDArray[np.int64]:
-    """Returns the bytes that each process needs of a leaf."""
-    found = np.zeros(count, np.int64)
-    for region, of in regions.items():
-        found[list(of)] += math.prod(stop - start for start, stop in region) * itemsize
-    return found
 
 
 def _round_up(size: int) -> int:

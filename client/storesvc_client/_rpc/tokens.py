@@ -48,7 +48,13 @@ class TokenSource(Protocol):
 def token_source(token: Token) -> TokenSource:
     """Returns the source of a token."""
     if isinstance(token, str):
-        return _Fixed(_check_token(token, "token"))
+        fixed, expires = _check_token(token, "token"), parse_expiry(token)
+
+        def return_fixed() -> str:
+            _check_unexpired(expires, "token")
+            return fixed
+
+        return return_fixed
     if isinstance(token, PathLike):
         return _File(Path(fspath(token)))
     if callable(token):
@@ -57,18 +63,6 @@ def token_source(token: Token) -> TokenSource:
         "token: expected a text, a path (Path) or a function, got "
         f"{type(token).__name__}"
     )
-
-
-class _Fixed:
-    """A token that never changes."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-        self._expires = parse_expiry(token)
-
-    def __call__(self) -> str:
-        _check_unexpired(self._expires, "token")
-        return self._token
 
 
 class _File:

@@ -44,7 +44,7 @@ from storesvc_client._pictures.layer_bars import chunk_map as chunk_map_picture
 from storesvc_client._pictures.layer_bars import layer_bars as layer_bars_picture
 from storesvc_client._pictures.layer_bars import sharding_grid as sharding_grid_picture
 from storesvc_client._pictures.plots import make_plot
-from storesvc_client._pictures.svg import BLUE, document, element, line, words
+from storesvc_client._pictures.svg import BLUE, document, draw_rect, line, words
 from storesvc_client._pictures.timeline import timeline as timeline_picture
 from storesvc_client._pictures.treemap import treemap as treemap_picture
 from storesvc_client._views.texts import (
@@ -308,13 +308,9 @@ def save_phases(writer: WriterReport, seconds: float) -> Markup | None:
         times = f"{span.start_seconds:.3f} s to {span.end_seconds:.3f} s"
         body += [
             words(span.name, _LEFT - 10, top + 15, text_anchor="end"),
-            element(
-                "rect",
+            draw_rect(
+                *(start, top + 4, max(length, _THINNEST), _ROW - 8),
                 title=f"{span.name}: {times}, busy for {span.busy_seconds:.3f} s",
-                x=start,
-                y=top + 4,
-                width=max(length, _THINNEST),
-                height=_ROW - 8,
                 rx=2,
                 fill=BLUE,
             ),

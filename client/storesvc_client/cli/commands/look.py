@@ -336,7 +336,14 @@ def stat(
 
 
 def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
-    checkpoint, opened = _open_if_present(run, which)
+    from storesvc_client import NotFoundError
+
+    opened: OpenCheckpoint | None = None
+    try:
+        opened = run.open(which)
+        checkpoint = opened.info
+    except NotFoundError as e:
+        checkpoint = deleted_checkpoint(run, e)
     tagged = [tag for tag in run.tags.list() if tag.uid == checkpoint.uid]
     base_step = find_base_step(run, checkpoint)
     document = checkpoint_document(checkpoint, opened, tags=tagged, base_step=base_step)
@@ -396,19 +403,6 @@ def _checksums_text(info: "ForeignInfo") -> str:
         return "none: unverified"
     total = info.leaf_count + info.item_count
     return f"of {info.verified_count:,} of {total:,} leaves and items"
-
-
-def _open_if_present(
-    run: "Run", which: "Which"
-) -> "tuple[Checkpoint, OpenCheckpoint] | tuple[Checkpoint, None]":
-    """Returns a checkpoint, opened unless it is deleted."""
-    from storesvc_client import NotFoundError
-
-    try:
-        opened = run.open(which)
-    except NotFoundError as e:
-        return deleted_checkpoint(run, e), None
-    return opened.info, opened
 
 
 def _optional_fields(checkpoint: "Checkpoint") -> dict[str, str]:

@@ -361,7 +361,10 @@ def retain(
             _print_decisions(decisions, "deleted", as_json=as_json)
             ends = _last_purge(run, decisions)
             if ends and not as_json:
-                _print_when(time_text(ends))
+                print_note(
+                    f"deleted checkpoints are purged after {time_text(ends)}, and the "
+                    f"next collection frees their space; {_FREE_NOW}"
+                )
             return
         info, kept = run.info(), run.retention.get()
         if as_json:
@@ -403,14 +406,6 @@ def _last_purge(
 _FREE_NOW: Final = (
     "to free it at once: 'storectl rm RUN@STEP --purge', then 'storectl gc --grace 0s'"
 )
-
-
-def _print_when(purged_after: str) -> None:
-    """Prints when the space of deleted checkpoints becomes free."""
-    print_note(
-        f"deleted checkpoints are purged after {purged_after}, and the next collection "
-        f"frees their space; {_FREE_NOW}"
-    )
 
 
 def _print_decisions(

@@ -99,6 +99,26 @@ def cp(
         )
     if no_tags and move_tags:
         raise click.UsageError("expected one of --no-tags and --move-tags")
+
+    def copy(run: "Run", into: "Run") -> "Iterator[Transfer]":
+        """Copies as ``Run.copy_to``, and yields each checkpoint once it is
+        committed."""
+        from storesvc_client import progress_bar
+        from storesvc_client._api.run import run_copy
+
+        wanted = steps
+        if isinstance(source.path, CheckpointPath):
+            wanted = [run.checkpoint(source.path.which).step]
+        copying = run_copy(run, into, progress_bar())
+        copied = []
+        for done in copying.checkpoints(wanted):
+            yield done
+            copied.append(done.checkpoint.step)
+        if not no_tags:
+            copying.tags(copied, move=move_tags)
+        if retention:
+            copying.retention()
+
     with ExitStack() as clients:
         reached = [connection.to_part(place.store) for place in (source, target)]
         reading = clients.enter_context(reached[0].open())
@@ -109,18 +129,7 @@ def cp(
             (reading.run(source_run), writing.run(target_run))
             for source_run, target_run in _list_pairs(reading, source, target)
         ]
-        transfers = chain.from_iterable(
-            _copy_checkpoints(
-                run,
-                into,
-                source,
-                steps,
-                tags=not no_tags,
-                move_tags=move_tags,
-                retention=retention,
-            )
-            for run, into in runs
-        )
+        transfers = chain.from_iterable(copy(run, into) for run, into in runs)
         into = None if is_whole else runs[0][1]
         show_transfers(transfers, into=into, as_json=as_json)
 
@@ -137,33 +146,6 @@ def _list_pairs(
             return [(one.run, run)]
         case _:
             raise AssertionError(source, target)
-
-
-def _copy_checkpoints(
-    run: "Run",
-    other: "Run",
-    source: QualifiedPath,
-    steps: Sequence[int] | None,
-    *,
-    tags: bool,
-    move_tags: bool,
-    retention: bool,
-) -> "Iterator[Transfer]":
-    """Copies as ``Run.copy_to``, and yields each checkpoint once it is committed."""
-    from storesvc_client import progress_bar
-    from storesvc_client._api.run import run_copy
-
-    if isinstance(source.path, CheckpointPath):
-        steps = [run.checkpoint(source.path.which).step]
-    copy = run_copy(run, other, progress_bar())
-    copied = []
-    for done in copy.checkpoints(steps):
-        yield done
-        copied.append(done.checkpoint.step)
-    if tags:
-        copy.tags(copied, move=move_tags)
-    if retention:
-        copy.retention()
 
 
 @click.command()

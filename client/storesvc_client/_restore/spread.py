@@ -34,7 +34,7 @@ from collections.abc import Callable, Container, Generator, Iterator, Mapping, S
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,15 +223,10 @@ _left: Final = threading.Event()
 _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 
 
-class Gather(Protocol):
-    """Sends and receives over the interconnect."""
-
-    def __call__(self, own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
-        """Returns the arrays of all given processes; all have the same size.
-
-        Each of these processes must call it with the same processes, ascending, in the
-        same order of calls.
-        """
+Gather: TypeAlias = Callable[[Bytes, Sequence[int]], Sequence[Bytes]]
+"""Sends an array over the interconnect, and returns one of each given process; all
+have the same size. Each of these processes must call it with the same processes,
+ascending, in the same order of calls."""
 
 
 @dataclass(slots=True)

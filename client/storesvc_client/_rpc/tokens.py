@@ -14,7 +14,7 @@ from base64 import urlsafe_b64decode
 from collections.abc import Callable
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 from storesvc_client.errors import InvalidRequestError, UnauthenticatedError
 
@@ -34,15 +34,9 @@ _LEEWAY_SECONDS: Final = 30.0
 """Time after the expiry of a token until servers reject it: clocks differ."""
 
 
-class TokenSource(Protocol):
-    """Returns tokens."""
-
-    def __call__(self) -> str:
-        """Returns the token for a call that begins now.
-
-        Raises:
-            UnauthenticatedError: There is none, or it has expired.
-        """
+TokenSource: TypeAlias = Callable[[], str]
+"""Returns the token for a call that begins now; raises ``UnauthenticatedError`` if
+there is none, or it has expired."""
 
 
 def token_source(token: Token) -> TokenSource:

@@ -53,9 +53,6 @@ from storesvc_client.trees.nnx.graphs import (
     graph_leaves,
     graph_paths,
     is_module,
-    merge_by_path,
-    mesh_of,
-    partition_rules_of,
     refine_graphs,
     split_module,
 )
@@ -341,14 +338,6 @@ class Blueprint:
     graphother: GraphState
     make: Callable[[], Any] | None
     """Creates the module with all its values; None if only an instance was given."""
-
-    def own_placement(self) -> tuple[Mesh | None, Rules | None]:
-        """Returns the mesh and the partition rules that the model provides.
-
-        Only for a model of the caller's: this runs the model's code.
-        """
-        module = merge_by_path(self.graphdef, self.graphstate, self.graphother)
-        return mesh_of(module), partition_rules_of(module)
 
     def recipe(self, opt_state: Any, added: Mapping[str, Any]) -> Recipe:
         """Returns the recipe that a checkpoint of it, with an optimizer's state and

@@ -75,6 +75,7 @@ from storesvc_client.trees.nnx.graphs import (
     GraphState,
     added_fields,
     merge_by_path,
+    mesh_of,
     partition_rules_of,
 )
 from storesvc_client.trees.nnx.recipes import (
@@ -671,7 +672,11 @@ def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
     """Returns the options with the mesh and rules that the model provides."""
     if options.mesh is not None and options.rules is not None:
         return options
-    own_mesh, own_rules = blueprint.own_placement()
+    # runs code of the model: only for a model of the caller's
+    module = merge_by_path(
+        blueprint.graphdef, blueprint.graphstate, blueprint.graphother
+    )
+    own_mesh, own_rules = mesh_of(module), partition_rules_of(module)
     rules = own_rules if options.rules is None else options.rules
     mesh = own_mesh if options.mesh is None and rules is not None else options.mesh
     if mesh is None:

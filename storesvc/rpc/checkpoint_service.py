@@ -96,7 +96,10 @@ class CheckpointService:
         pages = retention.preview(name, policy) if is_trial else retention.apply(name)
         async with aclosing(pages):
             async for page in pages:
-                await write(context, messages.retention_response(page))
+                kind = checkpoint_api.RetentionDecision
+                decisions = (messages.show_value(kind, one) for one in page)
+                response = checkpoint_api.ApplyRetentionResponse(decisions=decisions)
+                await write(context, response)
 
     async def ListCheckpoints(
         self, request: checkpoint_api.ListCheckpointsRequest, context: Context

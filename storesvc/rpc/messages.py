@@ -1,6 +1,5 @@
 """Builds the messages of the contract from the records of the service."""
 
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Final, TypeVar, assert_never
 
@@ -13,7 +12,6 @@ from storesvc.catalog.runs import run_etag
 from storesvc.catalog.slots import SlotState
 from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, UploadName
 from storesvc.lifecycle.holds import expire_time
-from storesvc.retention.enforcement import Outcome
 from storesvc.save.receipts import UploadStatus
 from storesvc.watch.watcher import WatchEvent
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -124,14 +122,6 @@ def run_row_message(summary: RunSummary) -> checkpoint_api.Run:
     message = run_message(summary)
     message.ClearField("migrations")
     return message
-
-
-def retention_response(
-    outcomes: Iterable[Outcome],
-) -> checkpoint_api.ApplyRetentionResponse:
-    """Returns the message for the outcomes of a retention policy."""
-    decisions = (show_value(checkpoint_api.RetentionDecision, o) for o in outcomes)
-    return checkpoint_api.ApplyRetentionResponse(decisions=decisions)
 
 
 def tag_message(name: TagName, record: pb.TagRecord) -> checkpoint_api.Tag:

@@ -39,7 +39,7 @@ _STEADY_PARTS: Final = ((48, 256 * _KIB), (24, 256 * _KIB), (12, 32 * _KIB), (4,
 many: 48 can be shared by 2, 3, 4, 6, 8, 12, 16, 24 and 48 processes."""
 
 _FEW_CHUNKS: Final = 48
-"""Chunks of a leaf that may be of any size; those of more would take long to plan."""
+"""Chunks of a leaf that may be of any size; more small ones would take long to plan."""
 
 _COARSE_BYTES: Final = 32 * _KIB
 """Smallest chunk of a leaf of more."""

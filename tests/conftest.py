@@ -34,8 +34,6 @@ os.environ["STORESVC_CONFIG"] = str(Path(__file__).parents[1] / "build" / "no-co
 if os.environ.get("STORESVC_SUITE") != "full":
     # what runs once is compiled soon rather than well
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-if "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ:
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import grpc
 import pytest

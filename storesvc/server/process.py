@@ -17,7 +17,7 @@ import signal
 import socket
 import stat
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
@@ -414,18 +414,20 @@ def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
             serving.root,
         )
 
-    def ready(bound: Serving) -> None:
+    def ready(bound: Serving, notes: Sequence[str]) -> None:
         how = " read-only" if bound.is_read_only else ""
         if bound.collects_only:
             _log.info("collecting %s every %s", bound.root, bound.gc_interval)
-            return
-        _log.info("serving %s%s at %s", bound.root, how, bound.address)
-        if not (bound.unix or bound.policy or bound.anonymous or insecure):
-            _log.info(
-                "every user of this machine may call it; --unix PATH serves this user "
-                "alone, --policy says who may do what"
-            )
-        if ready_file:
+        else:
+            _log.info("serving %s%s at %s", bound.root, how, bound.address)
+            if not (bound.unix or bound.policy or bound.anonymous or insecure):
+                _log.info(
+                    "every user of this machine may call it; --unix PATH serves this "
+                    "user alone, --policy says who may do what"
+                )
+        for note in notes:
+            _log.info("%s", note)
+        if ready_file and not bound.collects_only:
             # Written atomically: scripts read the file as soon as it exists.
             partial = ready_file.with_name(ready_file.name + ".partial")
             partial.write_text(f"{bound.address}\n")
@@ -436,7 +438,9 @@ def serve(serving: Serving, *, insecure: bool, ready_file: Path | None) -> None:
     asyncio.run(_serve(serving, ready))
 
 
-async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
+async def _serve(
+    serving: Serving, ready: Callable[[Serving, Sequence[str]], None]
+) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     serves = asyncio.Event()
 
@@ -470,7 +474,7 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
         security = await stack.enter_async_context(
             record_audit(security, serving.audit)
         )
-        port, note, inner = serving.port, "", ""
+        port, notes, inner = serving.port, list[str](), ""
         if serving.extra_server:
             folder = stack.enter_context(TemporaryDirectory(prefix="storesvc-"))
             inner = f"unix:{folder}/socket"
@@ -488,16 +492,14 @@ async def _serve(serving: Serving, ready: Callable[[Serving], None]) -> None:
             port = (await stack.enter_async_context(served)).port
         if serving.extra_server:
             extra = serving.extra_server(inner)
-            note = await asyncio.to_thread(extra.__enter__)
+            notes.append(await asyncio.to_thread(extra.__enter__))
             leave = partial(extra.__exit__, None, None, None)
             stack.push_async_callback(asyncio.to_thread, leave)
         # 2. Report the address only now: calls are accepted.
         serves.set()
-        ready(replace(serving, port=port))
-        if note:
-            _log.info("%s", note)
         if serving.metrics and metrics_port:
-            _log.info("metrics at http://%s:%d", serving.metrics.host, metrics_port)
+            notes.append(f"metrics at http://{serving.metrics.host}:{metrics_port}")
+        ready(replace(serving, port=port), notes)
         # 3. The collection ends before the drain, and gives its lease back.
         storage = store.bucket.opened.storage
         async with (

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.chunks import I64
-from storesvc.format.grids import Grid, Region, intersection
+from storesvc.format.grids import Grid, Region, intersection, whole
 from storesvc_client._chunks.memory import ALIGNMENT, COPIED_BYTES
 from storesvc_client._values.places import Place, is_empty, list_boxes, measure, within
 
@@ -137,6 +137,21 @@ class Copy(NamedTuple):
     target: Place
     """Their place in the memory of the group."""
 
+    def of_rows(
+        self, axis: int, row_bytes: int, first: int, stop: int
+    ) -> "Copy | None":
+        """Returns what to copy from some rows of the chunk, if no axis is divided; None
+        if that is nothing. See ``BufferLayout.row_axis``."""
+        own = self.source.start // row_bytes
+        low, high = max(own, first), min(own + self.source.shape[axis], stop)
+        if low >= high:
+            return None
+        lengths = self.source.shape
+        rows = (*whole(lengths[:axis]), (low - own, high - own))
+        region = (*rows, *whole(lengths[axis + 1 :]))
+        source, target = self.source.part(region), self.target.part(region)
+        return Copy(self.group, source.move(-first * row_bytes), target)
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Goal:
@@ -147,6 +162,8 @@ class Goal:
     groups: tuple[int, ...]
     holders: Sequence[tuple[int, int]]
     """Group and number of the segments that hold its elements."""
+    is_divided: bool
+    """True if axes of one of them are."""
     goes: Span | tuple[Copy, ...]
 
 
@@ -191,7 +208,13 @@ class BufferLayout:
         region, shape = self.grid.region(within), self.grid.chunk_shape
         copies = tuple(self.copies(holders, region, shape))
         groups = tuple(dict.fromkeys(number for number, _ in holders))
-        goal = Goal(within=within, groups=groups, holders=holders, goes=copies)
+        goal = Goal(
+            within=within,
+            groups=groups,
+            holders=holders,
+            is_divided=any(self.groups[n].segments[at].sizes for n, at in holders),
+            goes=copies,
+        )
         if len(holders) > 1 or len(copies) != 1 or measure(region) != shape:  # padding
             return goal
         (number, at), (copy,), itemsize = *holders, copies, self.grid.itemsize

@@ -464,8 +464,12 @@ class Assembly:
             chunk.copy(goes, elements)
             return
         axis, shape = layout.row_axis, layout.grid.chunk_shape
-        region = layout.grid.region(chunk.goal.within)
         first, count = (n // layout.row_bytes for n in (start, len(elements)))
+        if not chunk.goal.is_divided:
+            bounds = axis, layout.row_bytes, first, first + count
+            chunk.copy(filter(None, (each.of_rows(*bounds) for each in goes)), elements)
+            return
+        region = layout.grid.region(chunk.goal.within)
         at, stop = region[axis][0] + first, region[axis][1]
         along = (min(at, stop), min(at + count, stop))  # the last rows are padding
         rows = (*region[:axis], along, *region[axis + 1 :])

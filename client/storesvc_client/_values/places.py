@@ -77,6 +77,10 @@ class Place:
         moved = sum(a * s for (a, _), s in zip(region, self.strides, strict=True))
         return Place(self.start + moved, measure(region), self.strides)
 
+    def move(self, size_bytes: int) -> "Place":
+        """Returns it so many bytes further on."""
+        return Place(self.start + size_bytes, self.shape, self.strides)
+
     def transpose(self, axes: Sequence[int]) -> "Place":
         """Returns it with its axes in another order."""
         return Place(

@@ -108,7 +108,7 @@ def test_many_small_ranges_go_to_their_place_in_one_copy(operation: Any) -> None
         region = whole(each.leaf.shape)
         ((one, _, _),) = each.expression.destinations(region, place)
         assert isinstance(one, expressions.Reshape)
-        assert one.divided
+        assert one.axis_sizes
 
 
 def test_a_default_is_made_of_nothing() -> None:

@@ -137,7 +137,7 @@ class Copy(NamedTuple):
     target: Place
     """Their place in the memory of the group."""
 
-    def of_rows(
+    def take_rows(
         self, axis: int, row_bytes: int, first: int, stop: int
     ) -> "Copy | None":
         """Returns what to copy from some rows of the chunk, if no axis is divided; None

@@ -497,7 +497,7 @@ class Reshape(_Changed):
         return self._count_runs(region, place) <= MAX_RUNS
 
     @cached_property
-    def divided(self) -> tuple[Shape, ...]:
+    def axis_sizes(self) -> tuple[Shape, ...]:
         """The axes that each axis of a stored array is divided into; empty if it is not
         one of a stored array, or joins some."""
         sources = (self.inner.shape[source] for source, _ in self._groups)
@@ -508,7 +508,7 @@ class Reshape(_Changed):
         return tuple(self.shape[target] for _, target in self._groups)
 
     def destinations(self, region: Region, place: Place) -> Destinations:
-        if self.divided and self._is_scattered(region, place):
+        if self.axis_sizes and self._is_scattered(region, place):
             return iter([(self, region, place)])
         return super().destinations(region, place)
 

@@ -467,7 +467,9 @@ class Assembly:
         first, count = (n // layout.row_bytes for n in (start, len(elements)))
         if not chunk.goal.is_divided:
             bounds = axis, layout.row_bytes, first, first + count
-            chunk.copy(filter(None, (each.of_rows(*bounds) for each in goes)), elements)
+            chunk.copy(
+                filter(None, (each.take_rows(*bounds) for each in goes)), elements
+            )
             return
         region = layout.grid.region(chunk.goal.within)
         at, stop = region[axis][0] + first, region[axis][1]

@@ -338,7 +338,7 @@ def _fill(
                     continue
                 case Source() as stored:
                     sizes: tuple[Shape, ...] = ()
-                case Reshape(inner=Source() as stored, divided=sizes) if sizes:
+                case Reshape(inner=Source() as stored, axis_sizes=sizes) if sizes:
                     pass
                 case _:
                     return None

@@ -124,7 +124,7 @@ def test_every_region_gets_its_elements_in_any_order_of_chunks(
             assert np.array_equal(expected, array)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(1_500), deadline=None)
 @given(st.data())
 def test_axes_of_a_leaf_may_be_divided_and_in_another_order(
     data: st.DataObject,

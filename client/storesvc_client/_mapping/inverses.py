@@ -21,7 +21,6 @@ import numpy as np
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.trees import Tree
-from storesvc_client._mapping.expressions import Expression
 from storesvc_client._mapping.planning import MappedTree, Streams, plan_mapping
 from storesvc_client._mapping.rules import (
     COMPUTING,
@@ -98,7 +97,7 @@ def invert_document(rules: Rules) -> list[dict[str, Any]]:
 def _invert_rule(rule: Rule, steps: Sequence[Streams] | None) -> dict[str, Any]:
     """Returns the inverse of a rule by its streams, or for every tree; see above."""
     if rule.default is not None or (rule.tie is not None and steps is None):
-        return _drop_targets(rule)
+        return {"from": [str(each) for each in rule.targets], "drop": True}
     if rule.tie is not None:
         name = json.dumps(str(rule.targets[0]))
         raise ValueError(
@@ -130,10 +129,6 @@ def _invert_rule(rule: Rule, steps: Sequence[Streams] | None) -> dict[str, Any]:
     }
 
 
-def _drop_targets(rule: Rule) -> dict[str, Any]:
-    return {"from": [str(each) for each in rule.targets], "drop": True}
-
-
 def _agree(values: Iterable[Any], what: str) -> Any:
     """Returns the value that all arrays have in common.
 
@@ -150,19 +145,11 @@ def _agree(values: Iterable[Any], what: str) -> Any:
     return found.pop()
 
 
-def _list_arrays(streams: Streams) -> Iterator[Expression]:
-    return chain.from_iterable(streams.values())
-
-
-Inverse: TypeAlias = Callable[[Mapping[str, Any], Streams], Iterator[dict[str, Any]]]
-
-
-def _transpose(given: Mapping[str, Any], _: Streams) -> Iterator[dict[str, Any]]:
-    yield {"transpose": np.argsort(given[""]).tolist()}
+Inverse: TypeAlias = Callable[[Mapping[str, Any], Streams], Iterable[dict[str, Any]]]
 
 
 def _reshape(_: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
-    shapes = (each.shape for each in _list_arrays(before))
+    shapes = (each.shape for each in chain(*before.values()))
     yield {"reshape": list(_agree(shapes, "shapes"))}
 
 
@@ -173,7 +160,7 @@ def _reshape_axes(
     if count == 1:  # whatever the tree
         whole = [-1] if -1 in sizes else [math.prod(sizes)]
     else:
-        shapes = (each.shape[axis:][:count] for each in _list_arrays(before))
+        shapes = (each.shape[axis:][:count] for each in chain(*before.values()))
         whole = _agree(shapes, "shapes")
     first = axis if axis >= 0 else axis + count - len(sizes)
     back = {"axis": first, "count": len(sizes), "sizes": [*whole]}
@@ -181,7 +168,7 @@ def _reshape_axes(
 
 
 def _cast(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
-    dtype = _agree((each.dtype for each in _list_arrays(before)), "dtypes")
+    dtype = _agree((each.dtype for each in chain(*before.values())), "dtypes")
     # NumPy takes casts between the small dtypes for safe
     is_wide = given[""] in ("float32", "float64")
     if not (is_wide and np.can_cast(DTYPES[dtype], DTYPES[given[""]], "safe")):
@@ -191,7 +178,7 @@ def _cast(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]
 
 def _slice(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
     axis = given["axis"]
-    size = _agree((each.shape[axis] for each in _list_arrays(before)), "sizes")
+    size = _agree((each.shape[axis] for each in chain(*before.values())), "sizes")
     if (given["start"], given["stop"]) != (0, size):
         raise ValueError("slice leaves out elements")
     yield from ()
@@ -199,7 +186,7 @@ def _slice(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]
 
 def _pad(given: Mapping[str, Any], before: Streams) -> Iterator[dict[str, Any]]:
     axis = given["axis"]
-    size = _agree((each.shape[axis] for each in _list_arrays(before)), "sizes")
+    size = _agree((each.shape[axis] for each in chain(*before.values())), "sizes")
     yield {"slice": {"axis": axis, "start": 0, "stop": size}}
 
 
@@ -226,22 +213,22 @@ def _permute_heads(given: Mapping[str, Any], _: Streams) -> Iterator[dict[str, A
 
 
 _INVERSES: Final[Mapping[str, Inverse]] = {
-    "transpose": _transpose,
+    "transpose": lambda given, _: [{"transpose": np.argsort(given[""]).tolist()}],
     "reshape": _reshape,
     "reshape_axes": _reshape_axes,
     "cast": _cast,
     "slice": _slice,
     "pad": _pad,
-    "stack": lambda given, _: iter([{"unstack": dict(given)}]),
-    "unstack": lambda given, _: iter([{"stack": dict(given)}]),
+    "stack": lambda given, _: [{"unstack": dict(given)}],
+    "unstack": lambda given, _: [{"stack": dict(given)}],
     "concatenate": _concatenate,
-    "split": lambda given, _: iter([{"concatenate": {"axis": given["axis"]}}]),
+    "split": lambda given, _: [{"concatenate": {"axis": given["axis"]}}],
     "interleave": _interleave,
-    "deinterleave": lambda given, _: iter([{"interleave": {"axis": given["axis"]}}]),
+    "deinterleave": lambda given, _: [{"interleave": {"axis": given["axis"]}}],
     "repeat": _repeat,
     "permute_heads": _permute_heads,
-    "add": lambda given, _: iter([{"subtract": given[""]}]),
-    "subtract": lambda given, _: iter([{"add": given[""]}]),
-    "multiply": lambda given, _: iter([{"divide": given[""]}]),
-    "divide": lambda given, _: iter([{"multiply": given[""]}]),
+    "add": lambda given, _: [{"subtract": given[""]}],
+    "subtract": lambda given, _: [{"add": given[""]}],
+    "multiply": lambda given, _: [{"divide": given[""]}],
+    "divide": lambda given, _: [{"multiply": given[""]}],
 }

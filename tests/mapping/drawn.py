@@ -180,10 +180,22 @@ def draw_change(random: Random, array: Array) -> tuple[dict[str, Any], Array] | 
     return {"permute_heads": {"axis": axis, "heads": heads, "from": source}}, moved
 
 
+STARTS = (0, 0, 1, 8, 10**17)
+
+
+def draw_range(random: Random, starts: Sequence[int], count: int) -> tuple[int, str]:
+    """Draws a placeholder of so many integers, and the first of them."""
+    start = random.choice(starts)
+    ends = [f"[{start}:]", f"[{start}:{start + count}]"]
+    ends += [""] * (not start) + [f"[:{count}]"] * (not start)
+    return start, f"{{n:int{random.choice(ends)}}}"
+
+
 class DrawnMapping:
     """Rules over arrays, and the arrays that they make."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, starts: Sequence[int] = STARTS) -> None:
+        self.starts = starts
         self.arrays: dict[str, Array] = {}
         self.rules: list[dict[str, Any]] = []
         self.wanted: dict[str, Array] = {}
@@ -194,15 +206,15 @@ class DrawnMapping:
         """Draws layers of several arrays each, and one rule for all."""
         layers, width = random.randint(1, 4), random.randint(1, 3)
         shape = [random.randint(1, 4) for _ in range(random.randint(1, 3))]
-        parts = [f"{name}/{{n:int}}/{part}" for part in "abc"[:width]]
+        parts = {key: draw_range(random, self.starts, layers) for key in "abc"[:width]}
         streams: dict[int, list[Array]] = {}
         for layer in range(layers):
             streams[layer] = []
-            for place in parts:
+            for key, (first, _) in parts.items():
                 start = 1_000.0 * len(self.arrays)
                 numbers: Array = start + np.arange(math.prod(shape), dtype=np.float32)
                 streams[layer].append(numbers.astype(np.float32).reshape(shape))
-                self.arrays[place.replace("{n:int}", str(layer))] = streams[layer][-1]
+                self.arrays[f"{name}/{first + layer}/{key}"] = streams[layer][-1]
         operations, names = list[dict[str, Any]](), ["n"]
         for _ in range(random.randint(0, 5)):
             found = self._draw_operation(random, streams, names)
@@ -210,12 +222,17 @@ class DrawnMapping:
                 operation, streams = found
                 operations.append(operation)
         arrays = len(next(iter(streams.values())))
-        where = "{n}" if names else "all"
-        targets = [f"new/{name}/{where}/{at}" for at in range(arrays)]
-        self.rules.append({"from": parts, "to": targets, "operations": operations})
+        places = [draw_range(random, self.starts, len(streams)) for _ in range(arrays)]
+        if not names:
+            places = [(0, "0")] * arrays
+        sources = [f"{name}/{place}/{key}" for key, (_, place) in parts.items()]
+        targets = [f"new/{name}/{place}/{at}" for at, (_, place) in enumerate(places)]
+        self.rules.append({"from": sources, "to": targets, "operations": operations})
         for layer, arrays_made in streams.items():
-            for target, array in zip(targets, arrays_made, strict=True):
-                self.wanted[target.replace("{n}", str(layer))] = array
+            for at, ((first, _), array) in enumerate(
+                zip(places, arrays_made, strict=True)
+            ):
+                self.wanted[f"new/{name}/{first + layer}/{at}"] = array
 
     @staticmethod
     def _draw_operation(

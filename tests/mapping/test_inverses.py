@@ -102,6 +102,27 @@ def test_the_inverse_is_a_document_that_is_read_as_it_is_written() -> None:
     } == inverse
 
 
+def test_numbers_of_layers_go_back_to_their_range() -> None:
+    """Each kind of layer is numbered from 0, and one kind is stacked."""
+    stack = {"stack": {"axis": 1, "by": "n"}}
+    names = ["l/{n:int[1:]}/q", "l/{n:int[1:]}/k"]
+    rules = [
+        {"from": "l/{n:int[:1]}/{x}", "to": "dense/{n}/{x}"},
+        {"from": names, "to": ["moe/q", "moe/k"], "operations": [stack]},
+    ]
+
+    inverse = check_turn({"version": 1, "rules": rules}, LAYERS)
+
+    assert [
+        {"from": ["dense/{n:int}/{x}"], "to": ["l/{n:int[:1]}/{x}"], "operations": []},
+        {
+            "from": ["moe/q", "moe/k"],
+            "to": names,
+            "operations": [{"unstack": {"axis": 1, "by": "n"}}],
+        },
+    ] == inverse["rules"]
+
+
 def test_leaves_that_are_kept_are_kept_and_new_ones_are_dropped() -> None:
     rules = [
         {"from": "l/{n:int}/q", "to": "x/{n}"},

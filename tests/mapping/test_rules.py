@@ -90,6 +90,23 @@ OPERATION = {"from": "a", "to": "b"}
         ),
         (document({"from": "a/{x", "to": "b"}), r"expected \{name\}, .* got '\{x'"),
         (document({"from": "a/{x}/{x}", "to": "b"}), "each placeholder once"),
+        *(
+            (document({"from": f"a/{{n{ends}}}", "to": "b"}), expected)
+            for ends, expected in [
+                ("[3:]", "expected {name}, {name:int}"),
+                ("*[3:]", "expected {name}, {name:int}"),
+                (":int[]", "expected {name}, {name:int}"),
+                (":int[3]", "expected {name}, {name:int}"),
+                (":int[-1:]", r"got '{n:int\[-1:\]}'"),
+                (":int[:-1]", r"got '{n:int\[:-1\]}'"),
+                (":int[03:]", r"got '{n:int\[03:\]}'"),
+                (":int[1:9:2]", r"got '{n:int\[1:9:2\]}'"),
+                (f":int[{10**18}:]", "expected {name}, {name:int}"),
+                (":int[:0]", r"expected integers, such as \[3:5\], got {n:int\[:0\]}"),
+                (":int[3:3]", r"such as \[3:5\], got {n:int\[3:3\]}"),
+                (":int[5:3]", r"such as \[3:5\], got {n:int\[5:3\]}"),
+            ]
+        ),
         (document({"from": "{a*}/{b*}", "to": "c"}), "at most one placeholder with a"),
         (
             document({"from": "{a}{b}/x", "to": "c"}),
@@ -146,6 +163,14 @@ def test_a_value_that_the_dtype_lacks_is_rejected() -> None:
         ("{{{x}}}/w", "{a}/w", {"x": "a"}),
         ("{{{x}/w", "{a/w", {"x": "a"}),
         ("", "", {}),
+        ("a/{n:int[3:]}/w", "a/3/w", {"n": 0}),
+        ("a/{n:int[3:]}/w", "a/2/w", None),
+        ("a/{n:int[:3]}/w", "a/2/w", {"n": 2}),
+        ("a/{n:int[:3]}/w", "a/3/w", None),
+        ("a/{n:int[3:5]}/w", "a/4/w", {"n": 1}),
+        ("a/{n:int[3:5]}/w", "a/5/w", None),
+        ("a/{n:int[1:]}", f"a/{10**18 - 1}", {"n": 10**18 - 2}),
+        ("a/{n:int[1:]}", f"a/{10**18}", None),
     ],
 )
 def test_a_template_matches_in_one_way_and_makes_the_key_again(
@@ -254,9 +279,9 @@ def test_an_axis_of_too_many_parts_is_rejected() -> None:
         plan([rule], {"w": W})
 
 
-TOKENS = ["{p}", "{q}", "{r*}", "{m:int}", "{n:int}", "_", "1", "0", "a", "/", "."]
+PLACES = ["{p}", "{q}", "{r*}", "{m:int}", "{n:int}", "{k:int[7:]}", "{l:int[9:12]}"]
+TOKENS = [*PLACES, "_", "1", "0", "a", "/", "."]
 TEXTS = st.text("a_10", min_size=1, max_size=4)
-INTEGERS = st.integers(0, 120)
 
 
 @given(st.data())
@@ -271,7 +296,11 @@ def test_a_template_takes_a_key_apart_in_the_one_way_that_makes_it(
     except ValueError:
         reject()
     values: dict[str, Any] = {
-        each.name: data.draw(INTEGERS if each.kind == ":int" else TEXTS)
+        each.name: data.draw(
+            st.integers(0, min(120, len(each.numbers) - 1))
+            if each.kind == ":int"
+            else TEXTS
+        )
         for each in template.placeholders
     }
     if "r" in values:
@@ -280,6 +309,68 @@ def test_a_template_takes_a_key_apart_in_the_one_way_that_makes_it(
     key = template.fill(values)
 
     assert values == template.match(key)
+
+
+FIVE = {f"l/{n}/w": W + n for n in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (
+            [("l/{n:int[:3]}/w", "a/{n}"), ("l/{n:int[2:]}/w", "b/{n}")],
+            r"'l/2/w': expected one rule, got rule 1 \(l/{n:int\[:3\]}/w\) and rule 2",
+        ),
+        (
+            [("l/{n:int[:2]}/w", "a/{n}"), ("l/{n:int[3:]}/w", "b/{n}")],
+            "expected a rule for each leaf, got none for l/2/w; nearest: rule",
+        ),
+        (
+            [("l/{n:int[:2]}/w", "a/{n}"), ("l/{n:int[2:]}/w", "a/{n}")],
+            "target leaf 'a/0': expected one rule that makes it, got rule 1 .* and",
+        ),
+        (
+            [("l/{n:int[:6]}/w", "a/{n}")],
+            r"rule 1 .*: expected n = 0 to 5, each once, got no n = 5",
+        ),
+        (
+            [("l/{n:int[2:7]}/w", "a/{n}"), ("l/{n:int[:2]}/w", "b/{n}")],
+            r"rule 1 .*: expected n = 2 to 6, each once, got no n = 5",
+        ),
+        (
+            [(f"l/{{n:int[:{10**18 - 1}]}}/w", "a/{n}")],
+            f"expected n = 0 to {10**18 - 2}, each once, got no n = 5",
+        ),
+        (
+            [("l/{n:int}/w", "a/{n:int[3:6]}")],
+            "rule 1 .*: expected n = 3 to 5, each once, got 5 of them",
+        ),
+        (
+            [("l/{n:int}/w", "a/{n:int[3:9]}")],
+            "rule 1 .*: expected n = 3 to 8, each once, got no n = 8",
+        ),
+    ],
+)
+def test_ranges_that_do_not_fit_the_leaves_are_rejected(
+    rules: list[tuple[str, str]], expected: str
+) -> None:
+    with pytest.raises(store.MismatchError, match=expected):
+        plan([{"from": one, "to": other} for one, other in rules], FIVE)
+
+
+def test_a_range_numbers_leaves_from_its_first_integer() -> None:
+    stack = {"stack": {"axis": 0, "by": "n"}}
+    rules: list[dict[str, Any]] = [
+        {"from": "l/{n:int[:2]}/w", "to": "a/{n:int[7:]}"},
+        {"from": "l/{n:int[2:4]}/w", "to": "b", "operations": [stack]},
+        {"from": "l/{n:int[4:]}/{rest*}", "drop": True},
+    ]
+
+    made = plan(rules, FIVE)
+
+    assert ["a/7", "a/8", "b"] == [each.leaf.key for each in made.leaves]
+    assert (2, 4, 6) == made.leaves[2].leaf.shape
+    assert ("l/4/w",) == made.dropped
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, Final, TypeAlias
 
 from storesvc.format.checksums import digest
@@ -48,7 +48,7 @@ from storesvc_client._mapping.expressions import (
     check_axis,
 )
 from storesvc_client._mapping.rules import ARITHMETIC, Operation, Rule, Rules
-from storesvc_client._mapping.templates import Template, Value
+from storesvc_client._mapping.templates import INTEGERS, Template, Value
 from storesvc_client._values.key_patterns import nearest_keys
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -258,17 +258,18 @@ class _Planner:
 
     def _apply(self, rule: Rule, rows: Sequence[Mapping[Binding, int]]) -> None:
         before = len(self._problems)
-        streams = self._begin(rule, rows)
-        steps = self._steps.setdefault(rule.place, [streams])
-        for operation in rule.operations:
+        try:
+            streams = self._begin(rule, rows)
             if len(self._problems) > before:  # what follows would be misleading
                 return
-            try:
+            _check_ranges(rule.sources, streams)
+            steps = self._steps.setdefault(rule.place, [streams])
+            for operation in rule.operations:
                 streams = _operate(operation, streams)
                 steps.append(streams)
-            except ValueError as e:
-                self._problems.append(f"{rule}: {e}")
-        if len(self._problems) > before:
+            _check_ranges(rule.targets, streams)
+        except ValueError as e:
+            self._problems.append(f"{rule}: {e}")
             return
         for binding, arrays in streams.items():
             values = dict(binding)
@@ -278,19 +279,14 @@ class _Planner:
 
     def _begin(self, rule: Rule, rows: Sequence[Mapping[Binding, int]]) -> Streams:
         if rule.default is not None:
-            try:
-                return {(): (Fill.make(**rule.default),)}
-            except ValueError as e:
-                self._problems.append(f"{rule}: default: {e}")
-                return {}
+            return {(): (Fill.make(**rule.default),)}
         if rule.tie is not None:
             if (made := self._made.get(rule.tie)) is not None:
                 return {(): (made.expression,)}
-            self._problems.append(
-                f"{rule}: expected tie = the key of a leaf that another rule makes, "
-                f"got {rule.tie!r}"
+            raise ValueError(
+                f"expected tie = the key of a leaf that another rule makes, got "
+                f"{rule.tie!r}"
             )
-            return {}
         streams: Streams = {}
         for binding in sorted({each for found in rows for each in found}):
             absent = [
@@ -324,12 +320,11 @@ class _Planner:
                 f"{self._rules.name} does not fit {self._name}: expected at most "
                 f"{MAX_TARGET_LEAVES} leaves of the target, got more"
             )
-        what = "otherwise" if rule is None else str(rule)
+        what = rule or "otherwise"
         if (other := self._made.get(key)) is not None:
-            by = "otherwise" if other.rule is None else str(other.rule)
             self._problems.append(
-                f"target {describe(key)}: expected one rule that makes it, got {by} "
-                f"and {what}"
+                f"target {describe(key)}: expected one rule that makes it, got "
+                f"{other.rule or 'otherwise'} and {what}"
             )
             return
         try:
@@ -413,8 +408,7 @@ def _operate(operation: Operation, streams: Streams) -> Streams:
         ValueError: It does not fit; the message says why.
     """
     given = operation.arguments
-    if operation.name in ("stack", "unstack"):
-        regroup = _stack if operation.name == "stack" else _unstack
+    if regroup := {"stack": _stack, "unstack": _unstack}.get(operation.name):
         return regroup(streams, given["by"], given["axis"])
     found: Streams = {}
     for binding, arrays in streams.items():
@@ -433,6 +427,23 @@ def _name_leaf(binding: Binding) -> Generator[None]:
         raise ValueError(f"{where}: {e}" if where else str(e)) from e
 
 
+def _check_ranges(templates: Sequence[Template], streams: Streams) -> None:
+    """Checks that each integer of a range that has an end occurs, and no other."""
+    for part in chain.from_iterable(each.placeholders for each in templates):
+        if part.numbers.stop < INTEGERS.stop:
+            numbers = {part.fill(dict(binding)[part.name]) for binding in streams}
+            _check_numbers(part.name, numbers, part.numbers)
+
+
+def _check_numbers(name: str, numbers: set[str], wanted: range) -> None:
+    absent = next((n for n in wanted if str(n) not in numbers), None)
+    if absent is not None or len(numbers) > len(wanted):
+        got = f"{len(numbers)} of them" if absent is None else f"no {name} = {absent}"
+        raise ValueError(
+            f"expected {name} = {wanted[0]} to {wanted[-1]}, each once, got {got}"
+        )
+
+
 def _stack(streams: Streams, by: str, axis: int) -> Streams:
     groups: dict[Binding, dict[Value, tuple[Expression, ...]]] = defaultdict(dict)
     for binding, arrays in streams.items():
@@ -441,15 +452,9 @@ def _stack(streams: Streams, by: str, axis: int) -> Streams:
         groups[tuple(values.items())][index] = arrays
     found: Streams = {}
     for binding, parts in groups.items():
-        absent = next((n for n in range(len(parts)) if n not in parts), None)
-        if absent is not None:
-            where = "".join(f" of {name} = {value}" for name, value in binding)
-            raise ValueError(
-                f"stack: expected {by} = 0 to {max(map(int, parts))}{where}, each "
-                f"once, got no {by} = {absent}"
-            )
-        lists = zip(*(parts[n] for n in range(len(parts))), strict=True)
         with _name_leaf(binding):
+            _check_numbers(by, {*map(str, parts)}, range(max(map(int, parts)) + 1))
+            lists = zip(*(parts[n] for n in range(len(parts))), strict=True)
             found[binding] = tuple(Join.stack(each, axis) for each in lists)
     return found
 

@@ -4,6 +4,10 @@ A template is a key with placeholders in braces; a brace itself is doubled. ``{n
 stands for a piece of a key without "/" and ".", ``{name:int}`` for a decimal integer
 without leading zeros, ``{name*}`` for any text, at most once in a template.
 
+``{name:int[3:]}`` stands for an integer from 3 on, ``{name:int[:3]}`` for 0, 1 and 2.
+The value is the place in the range: 3 has the value 0 in the first one. A rule needs
+each integer of a range that has an end.
+
 A template matches a key in at most one way, so it also makes the key from its values.
 Behind an integer comes text that is no digit, and one part of a key, between "/" or
 ".", has at most one placeholder that is no integer. No template is a regular expression
@@ -20,7 +24,7 @@ of its author, and none takes much longer than a few comparisons of a key.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, TypeAlias
 
@@ -36,17 +40,21 @@ MAX_PLACEHOLDERS: Final = 16
 INTEGER: Final = ":int"
 REST: Final = "*"
 
+_NUMBER: Final = "0|[1-9][0-9]{0,17}"
 _TOKEN: Final = re.compile(
-    r"(?P<brace>\{\{|\}\})|\{(?P<name>[A-Za-z_][A-Za-z0-9_]{0,63})(?P<kind>:int|\*)?\}"
-    r"|(?P<text>[^{}]+)",
+    r"(?P<brace>\{\{|\}\})|\{(?P<name>[A-Za-z_][A-Za-z0-9_]{0,63})(?P<kind>:int|\*)?"
+    rf"((?<=:int)\[(?P<start>{_NUMBER})?:(?P<stop>{_NUMBER})?\])?\}}|(?P<text>[^{{}}]+)",
 )
 _EXPRESSIONS: Final = {
     "": "([^/.]+)",
-    INTEGER: r"(0|[1-9][0-9]{0,17})",
+    INTEGER: f"({_NUMBER})",
     REST: "(.+)",
 }
 """Expression of each kind of placeholder. Only the rest is tried at several places:
 where a separator follows it."""
+
+INTEGERS: Final = range(10**18)
+"""All integers of a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +64,16 @@ class Placeholder:
     name: str
     kind: str
     """"" for a piece without separators, ``INTEGER`` or ``REST``."""
+    numbers: range = INTEGERS
+    """The integers that it stands for, if it does; the first one has the value 0."""
 
     def __str__(self) -> str:
-        return f"{{{self.name}{self.kind}}}"
+        ends = f"[{self.numbers.start or ''}:{self.numbers.stop % INTEGERS.stop or ''}]"
+        return f"{{{self.name}{self.kind}{'' if ends == '[:]' else ends}}}"
+
+    def fill(self, value: Value) -> str:
+        """Returns the text for a value."""
+        return str(value + self.numbers.start if isinstance(value, int) else value)
 
 
 @dataclass(frozen=True)
@@ -84,12 +99,18 @@ class Template:
             found = _TOKEN.match(text, at)
             if found is None:
                 raise ValueError(
-                    f"{text!r}: expected {{name}}, {{name:int}} or {{name*}}, got "
-                    f"{text[at : at + 20]!r}; double a brace that is part of a key"
+                    f"{text!r}: expected {{name}}, {{name:int}}, {{name:int[3:]}} or "
+                    f"{{name*}}, got {text[at : at + 20]!r}; double a brace of a key"
                 )
             at = found.end()
             if found["name"] is not None:
-                parts.append(Placeholder(found["name"], found["kind"] or ""))
+                ends = int(found["start"] or 0), int(found["stop"] or INTEGERS.stop)
+                if not range(*ends):
+                    raise ValueError(
+                        f"{text!r}: expected integers, such as [3:5], got {found[0]}"
+                    )
+                kind = found["kind"] or ""
+                parts.append(Placeholder(found["name"], kind, range(*ends)))
                 continue
             literal = found["text"] or found["brace"][0]
             if parts and isinstance(last := parts[-1], str):
@@ -113,7 +134,7 @@ class Template:
             for part in self.parts
         )
 
-    @property
+    @cached_property
     def placeholders(self) -> list[Placeholder]:
         """Its placeholders in their order."""
         return [part for part in self.parts if isinstance(part, Placeholder)]
@@ -126,7 +147,7 @@ class Template:
     def with_kinds(self, kinds: Mapping[str, str]) -> "Template":
         """Returns it with placeholders of other kinds."""
         parts = (
-            part if isinstance(part, str) else Placeholder(part.name, kinds[part.name])
+            part if isinstance(part, str) else replace(part, kind=kinds[part.name])
             for part in self.parts
         )
         return Template(tuple(parts))
@@ -194,16 +215,17 @@ class Template:
         found = self._expression.fullmatch(key)
         if found is None:
             return None
-        return {
-            name: int(text) if kind == INTEGER else text
-            for (name, kind), text in zip(
-                self.kinds.items(), found.groups(), strict=True
-            )
-        }
+        values: dict[str, Value] = {}
+        for part, text in zip(self.placeholders, found.groups(), strict=True):
+            is_integer = part.kind == INTEGER
+            if is_integer and int(text) not in part.numbers:
+                return None
+            values[part.name] = int(text) - part.numbers.start if is_integer else text
+        return values
 
     def fill(self, values: Mapping[str, Value]) -> str:
         """Returns the key with values for the placeholders."""
         return "".join(
-            part if isinstance(part, str) else str(values[part.name])
+            part if isinstance(part, str) else part.fill(values[part.name])
             for part in self.parts
         )

@@ -93,8 +93,11 @@ class Model:
         config = getattr(transformers, self.config)(**{**SIZES, **self.sizes})
         made = getattr(transformers, self.model_class)(config).float().eval()
         with torch.no_grad():
-            for parameter in made.parameters():  # norms and biases, too, have numbers
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            biases = [
+                each for key, each in made.named_buffers() if key.endswith("bias")
+            ]
+            for tensor in (*made.parameters(), *biases):  # norms, too, have numbers
+                tensor.add_(torch.randn_like(tensor), alpha=0.1)
         return made
 
     def make_own(self, settings: Mapping[str, Any]) -> Any:

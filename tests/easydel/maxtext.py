@@ -4,6 +4,11 @@
 of MaxText's parameters; its logits equal the logits of transformers only if each
 parameter is the right one. ``python -m tests.easydel.maxtext`` prints what the tests
 assert.
+
+What is stated of DeepSeek-V3 is in these files of MaxText (commit e591f30):
+``layers/attention_mla.py``, ``layers/embeddings.py`` (``YarnRotaryEmbedding``),
+``layers/moe.py`` (``GateLogit``, ``RoutedMoE``, ``RoutedAndSharedMoE``),
+``models/deepseek.py`` and ``layers/decoders.py``.
 """
 
 import os
@@ -11,6 +16,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import logging
+import math
 import sys
 import tempfile
 import time
@@ -25,10 +31,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import linen as nn
+from numpy.typing import NDArray
 
 import storesvc_client as store
 from tests.easydel.families import (
     EXPERTS,
+    LATENT,
     TIED,
     TOLERANCE,
     WIDE,
@@ -41,6 +49,27 @@ from tests.support.safetensors_files import load_file
 ROPES: Final = {
     kind: {"rope_type": "default", "rope_theta": theta}
     for kind, theta in [("sliding_attention", 10_000.0), ("full_attention", 1e6)]
+}
+YARN: Final = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+"""That of DeepSeek-V3."""
+
+ROUTED: Final = {
+    **LATENT,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "v_head_dim": 12,
 }
 MODELS: Final[Mapping[str, Model]] = {
     "Llama 3": Model(table="llama3-maxtext", config="LlamaConfig"),
@@ -104,6 +133,28 @@ MODELS: Final[Mapping[str, Model]] = {
             "num_experts_per_tok": 2,
             "sliding_window": 5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
+        },
+    ),
+    "DeepSeek-V3": Model(
+        table="deepseek_v3-maxtext",
+        config="DeepseekV3Config",
+        sizes={
+            **ROUTED,
+            "first_k_dense_replace": 3,
+            "num_hidden_layers": 5,
+            "max_position_embeddings": 163_840,
+            "rope_parameters": YARN,
+        },
+    ),
+    "DeepSeek-V3, whole queries": Model(  # like Moonlight
+        table="deepseek_v3-maxtext",
+        config="DeepseekV3Config",
+        sizes={
+            **ROUTED,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
         },
     ),
 }
@@ -199,19 +250,99 @@ class Attention(nn.Module):
         )(mixed)
 
 
-class Mlp(nn.Module):
-    """A gated block."""
+class LatentAttention(nn.Module):
+    """Causal attention whose keys and values are made of a short vector.
+
+    The last dimensions of a head, in pairs, have positions; in keys, all heads share
+    them. The result of a rotation is in halves, as MaxText leaves it.
+    """
 
     config: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        config, length = self.config, x.shape[1]
+        plain, turned = config.qk_nope_head_dim, config.qk_rope_head_dim
+        rates, growth = find_rates(config)
+        angles = jnp.asarray(np.arange(length)[:, None] * rates, jnp.float32)
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+
+        def rotate(each: jax.Array) -> jax.Array:
+            a, b = each[..., ::2], each[..., 1::2]
+            return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+        def project(name: str, each: jax.Array, *sizes: int) -> jax.Array:
+            return nn.DenseGeneral(sizes, use_bias=False, name=name)(each)
+
+        def norm(name: str, each: jax.Array) -> jax.Array:
+            return Norm(config.rms_norm_eps, name=name)(each)
+
+        heads = config.num_attention_heads
+        if config.q_lora_rank is None:
+            q = project("query", x, heads, plain + turned)
+        else:
+            short = norm("q_norm", project("wq_a", x, config.q_lora_rank))
+            q = project("wq_b", short, heads, plain + turned)
+        q = jnp.concatenate([q[..., :plain], rotate(q[..., plain:])], axis=-1)
+        q *= (plain + turned) ** -0.5 * growth**2
+        rank = config.kv_lora_rank
+        both = project("wkv_a", x, rank + turned)
+        made = project(
+            "wkv_b", norm("kv_norm", both[..., :rank]), heads, plain + config.v_head_dim
+        )
+        shared = jnp.repeat(rotate(both[..., None, rank:]), heads, axis=2)
+        k = jnp.concatenate([made[..., :plain], shared], axis=-1)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        scores = jnp.where(np.tri(length, dtype=bool), scores, -jnp.inf)
+        weights = nn.softmax(scores, axis=-1)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, made[..., plain:])
+        return nn.DenseGeneral(
+            config.hidden_size, axis=(-2, -1), use_bias=False, name="out"
+        )(mixed)
+
+
+class Mlp(nn.Module):
+    """A gated block."""
+
+    config: Any
+    shared: int = 0
+    """Number of shared experts that it is; 0: it is none."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
         inner, outer = self.config.intermediate_size, self.config.hidden_size
+        if self.shared:
+            inner = self.shared * self.config.moe_intermediate_size
         gate = nn.Dense(inner, use_bias=False, name="wi_0")(x)
         up = nn.Dense(inner, use_bias=False, name="wi_1")(x)
         is_gemma = self.config.model_type.startswith("gemma")
         gate = nn.gelu(gate) if is_gemma else nn.silu(gate)
         return nn.Dense(outer, use_bias=False, name="wo")(gate * up)
+
+
+class Gate(nn.Module):
+    """The share of each expert in a token of DeepSeek-V3. A bias takes part in the
+    choice, of some groups and of experts in them, but in no share."""
+
+    config: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config, count = self.config, self.config.n_routed_experts
+        make = nn.initializers.normal()
+        kernel = self.param("kernel", make, (config.hidden_size, count))
+        scores = nn.sigmoid(x @ kernel)
+        wanted = scores + self.param("bias", make, (count,))
+        groups = wanted.reshape(*x.shape[:2], config.n_group, -1)
+        sums = jax.lax.top_k(groups, 2)[0].sum(-1)
+        best = jax.lax.top_k(sums, config.topk_group)[1]
+        is_open = jax.nn.one_hot(best, config.n_group).sum(-2)
+        is_open = jnp.repeat(is_open, count // config.n_group, axis=-1)
+        wanted = jnp.where(is_open > 0, wanted, -jnp.inf)
+        chosen = jax.lax.top_k(wanted, config.num_experts_per_tok)[1]
+        shares: jax.Array = scores * jax.nn.one_hot(chosen, count).sum(-2)
+        shares *= config.routed_scaling_factor / (shares.sum(-1, keepdims=True) + 1e-20)
+        return shares
 
 
 class Experts(nn.Module):
@@ -224,11 +355,15 @@ class Experts(nn.Module):
         config, outer = self.config, self.config.hidden_size
         count, inner = find_expert_sizes(config)
         has_biases = config.model_type == "gpt_oss"
-        best, chosen = jax.lax.top_k(
-            nn.Dense(count, use_bias=has_biases, name="gate")(x),
-            config.num_experts_per_tok,
-        )
-        shares = nn.softmax(best, axis=-1)[..., None] * jax.nn.one_hot(chosen, count)
+        if config.model_type == "deepseek_v3":
+            shares = Gate(config, name="gate")(x)
+        else:
+            best, chosen = jax.lax.top_k(
+                nn.Dense(count, use_bias=has_biases, name="gate")(x),
+                config.num_experts_per_tok,
+            )
+            weights = nn.softmax(best, axis=-1)[..., None]
+            shares = (weights * jax.nn.one_hot(chosen, count)).sum(-2)
 
         def multiply(name: str, each: jax.Array, *sizes: int) -> jax.Array:
             make = nn.initializers.normal()
@@ -249,7 +384,19 @@ class Experts(nn.Module):
         else:
             hidden = nn.silu(gate) * up
         made = multiply("wo", hidden, inner, outer)
-        return jnp.einsum("bteo,bte->bto", made, shares.sum(-2))
+        return jnp.einsum("bteo,bte->bto", made, shares)
+
+
+class RoutedAndSharedExperts(nn.Module):
+    """Experts for some tokens, and those for all."""
+
+    config: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config = self.config
+        shared = Mlp(config, config.n_shared_experts, name="shared_experts")
+        return Experts(config, name="MoeBlock_0")(x) + shared(x)
 
 
 class Layer(nn.Module):
@@ -269,11 +416,14 @@ class Layer(nn.Module):
     def apply_one(self, x: jax.Array, number: int, suffix: str = "") -> jax.Array:
         """Returns what a layer makes."""
         config, kind = self.config, self.config.model_type
+        block_class: type[nn.Module]
         attention, block, block_class = {
             "gpt_oss": ("GptOssAttention", "GptOssMlp", Experts),
             "mixtral": ("self_attention", "MoeBlock_0", Experts),
             "qwen3_moe": ("self_attention", "moe_block", Experts),
         }.get(kind, ("self_attention", "mlp", Mlp))
+        if kind == "deepseek_v3" and number >= config.first_k_dense_replace:
+            block, block_class = "DeepSeekMoeBlock_0", RoutedAndSharedExperts
         first, second = (
             "pre_self_attention_layer_norm",
             "post_self_attention_layer_norm",
@@ -285,7 +435,11 @@ class Layer(nn.Module):
             return Norm(config.rms_norm_eps, name=f"{name}{suffix}")(each)
 
         has_four = kind in ("gemma2", "gemma3_text")
-        made = Attention(config, number, name=attention + suffix)(norm(first, x))
+        made = norm(first, x)
+        if kind == "deepseek_v3":
+            made = LatentAttention(config, name=attention)(made)
+        else:
+            made = Attention(config, number, name=attention + suffix)(made)
         x += norm("post_self_attention_norm", made) if has_four else made
         made = block_class(config, name=block + suffix)(norm(second, x))
         return x + (norm("post_ffw_norm", made) if has_four else made)
@@ -295,6 +449,7 @@ class Block(nn.Module):
     """Layers that differ."""
 
     config: Any
+    number: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -313,17 +468,22 @@ class Decoder(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         config, kind = self.config, self.config.model_type
         count = config.num_hidden_layers // (2 if kind == "gemma2" else 1)
-        if self.is_scanned:
-            layers = nn.scan(
-                Block if kind in BLOCKS else Layer,
-                variable_axes={"params": 1},
-                split_rngs={"params": True},
-                length=count // BLOCKS.get(kind, 1),
-            )
-            x, _ = layers(config, name="layers")(x, None)
-        else:
-            for number in range(count):
-                x, _ = Layer(config, number, name=f"layers_{number}")(x, None)
+        groups = {"layers": range(count)}
+        if kind == "deepseek_v3":
+            dense = config.first_k_dense_replace
+            groups = {"dense_layers": range(dense), "moe_layers": range(dense, count)}
+        for name, numbers in groups.items():
+            if self.is_scanned:
+                layers = nn.scan(
+                    Block if kind in BLOCKS else Layer,
+                    variable_axes={"params": 1},
+                    split_rngs={"params": True},
+                    length=len(numbers) // BLOCKS.get(kind, 1),
+                )
+                x, _ = layers(config, numbers[0], name=name)(x, None)
+                continue
+            for at, number in enumerate(numbers):
+                x, _ = Layer(config, number, name=f"{name}_{at}")(x, None)
         x = Norm(config.rms_norm_eps, name="decoder_norm")(x)
         if config.tie_word_embeddings:
             return x
@@ -359,10 +519,43 @@ def find_head_dim(config: Any) -> int:
     return found or config.hidden_size // config.num_attention_heads
 
 
+def find_rates(config: Any) -> tuple[NDArray[np.float64], float]:
+    """Returns how fast each pair of dimensions turns, and by what YaRN multiplies
+    queries and keys."""
+    rope, size = config.rope_parameters, config.qk_rope_head_dim
+    pairs = np.arange(size // 2)
+    rates = rope["rope_theta"] ** (-2 * pairs / size)
+    if rope["rope_type"] != "yarn":
+        return rates, 1.0
+
+    def find_pair(turns: float) -> float:
+        """Returns the pair that turns so many times in the context of the training."""
+        wave = rope["original_max_position_embeddings"] / (turns * 2 * math.pi)
+        found: float = size * math.log(wave) / (2 * math.log(rope["rope_theta"]))
+        return found
+
+    first = max(math.floor(find_pair(rope["beta_fast"])), 0)
+    last = min(math.ceil(find_pair(rope["beta_slow"])), size - 1)
+    slow = np.clip((pairs - first) / (last - first), 0, 1)
+    growth = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1
+    return rates * (slow / rope["factor"] + 1 - slow), growth
+
+
+def find_sizes(config: Any) -> tuple[str, str]:
+    """Returns the sizes that a table needs, as a part of its name, on the way there and
+    on the way back."""
+    if config.model_type == "deepseek_v3":
+        dense = f"-first_k_dense_replace={config.first_k_dense_replace}"
+        return f"-num_attention_heads={config.num_attention_heads}{dense}", dense
+    return f"-head_dim={find_head_dim(config)}", ""
+
+
 def find_expert_sizes(config: Any) -> tuple[int, int]:
     """Returns the number of experts, and their inner size."""
     if config.model_type in ("gpt_oss", "mixtral"):
         return config.num_local_experts, config.intermediate_size
+    if config.model_type == "deepseek_v3":
+        return config.n_routed_experts, config.moe_intermediate_size
     return config.num_experts, config.moe_intermediate_size
 
 
@@ -408,8 +601,9 @@ def compare(
     expected, config = read_logits(other), other.config
     config.has_pairs = "llama3.1" in model.table
     words = f"{model.table}{'-scanned' * is_scanned}"
+    there, back = (f"{words}{sizes}" for sizes in find_sizes(config))
     files = store.open_foreign(f"safetensors:{folder}/first").open()
-    mapped = files.map(f"{words}-head_dim={find_head_dim(config)}")
+    mapped = files.map(there)
 
     own = Transformer(config, is_scanned)
     like = jax.eval_shape(own.init, jax.random.key(0), WORDS)
@@ -421,10 +615,9 @@ def compare(
         manager.save(0, args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)))
     with store.connect("memory://") as client:
         run = client.run("prod/qwen")
-        run.import_from(f"orbax:{folder}/maxtext/0/items", mapping=f"{words}-inverse")
+        run.import_from(f"orbax:{folder}/maxtext/0/items", mapping=f"{back}-inverse")
         run.export("latest", f"safetensors:{folder}/back")
-        name = f"{words}-head_dim={find_head_dim(config)}"
-        run.export("latest", f"orbax:{folder}/again", mapping=name, item="items")
+        run.export("latest", f"orbax:{folder}/again", mapping=there, item="items")
     (step,) = (folder / "again").iterdir()
     again = load_as_maxtext(step / "items", like)
     units, norms = measure_way_back(folder)

@@ -1,9 +1,12 @@
 """Tables of families, and the operations that they need; tests/easydel has models."""
 
+import re
 from collections.abc import Mapping
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -11,6 +14,7 @@ from numpy.typing import NDArray
 import storesvc_client as store
 from storesvc_client._mapping.families import list_tables, load_table
 from storesvc_client._mapping.planning import plan_mapping
+from storesvc_client._mapping.rules import parse_rules
 from tests.mapping.drawn import build_all, describe_tree, plan
 from tests.mapping.test_inverses import check_turn
 
@@ -24,6 +28,8 @@ UP = "graphstate/model/layers/{}mlp/experts/up_proj/kernel/value"
 @pytest.mark.parametrize("name", list_tables())
 def test_each_table_has_a_way_back_in_each_form(name: str) -> None:
     size = "-head_dim=2" if "maxtext" in name else ""
+    if name == "deepseek_v3-maxtext":
+        size = "-num_attention_heads=2-first_k_dense_replace=2"
     for words in product(["", "-tied"], ["", "-scanned"]):
         there = load_table(name + "".join(words) + size)
         back = load_table(f"{there.name}-inverse")
@@ -290,17 +296,138 @@ def test_another_size_of_a_head_than_the_model_has_is_rejected() -> None:
     ("name", "expected"),
     [
         ("qwen3-maxtext", "'qwen3-maxtext-head_dim=128'; got 'qwen3-maxtext'"),
-        ("llama-maxtext-head_dim=64", "qwen3-maxtext, .* -head_dim=N behind"),
-        ("qwen3-head_dim=64", "-head_dim=N behind one of maxtext; got 'qwen3-head"),
-        ("qwen3-maxtext-head_dim=0", "-head_dim=N behind one"),
-        ("qwen3-maxtext-head_dim=8-head_dim=4", "-head_dim=N behind one"),
+        ("llama-maxtext-head_dim=64", "qwen3-maxtext, .* such as -head_dim=128"),
+        ("qwen3-head_dim=64", "-head_dim=128 behind one of maxtext; got 'qwen3-head"),
+        ("qwen3-maxtext-head_dim=0", "such as -head_dim=128 behind one"),
+        ("qwen3-maxtext-head_dim=8-head_dim=4", "such as -head_dim=128 behind one"),
+        ("qwen3-maxtext-num_attention_heads=8", "sizes such as -head_dim=128"),
+        ("deepseek_v3-maxtext-head_dim=8", "sizes such as -head_dim=128"),
+        (
+            "deepseek_v3-maxtext",
+            "num_attention_heads and first_k_.*-num_attention_heads=128-first_k_dense",
+        ),
+        (
+            "deepseek_v3-maxtext-scanned-inverse",
+            "first_k_dense_replace of .* 'deepseek_v3-.*-inverse-first_k_dense_repl",
+        ),
     ],
 )
-def test_a_size_of_a_head_is_given_once_and_to_maxtext_only(
+def test_a_size_is_given_once_and_to_a_table_that_needs_it(
     name: str, expected: str
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=expected):
         load_table(name)
+
+
+LATENT = {
+    "input_layernorm/weight": (4,),
+    "post_attention_layernorm/weight": (4,),
+    "self_attn/q_a_proj/weight": (3, 4),
+    "self_attn/q_a_layernorm/weight": (3,),
+    "self_attn/q_b_proj/weight": (10, 3),
+    "self_attn/kv_a_proj_with_mqa/weight": (5, 4),
+    "self_attn/kv_a_layernorm/weight": (3,),
+    "self_attn/kv_b_proj/weight": (14, 3),
+    "self_attn/o_proj/weight": (4, 8),
+}
+MLP = {"gate_proj/weight": (6, 4), "up_proj/weight": (6, 4), "down_proj/weight": (4, 6)}
+DENSE_LAYER = {f"mlp/{key}": shape for key, shape in MLP.items()}
+EXPERT_LAYER = {
+    "mlp/gate/weight": (3, 4),
+    "mlp/gate/e_score_correction_bias": (3,),
+    **{f"mlp/shared_experts/{key}": shape for key, shape in MLP.items()},
+    **{f"mlp/experts/{n}/{key}": MLP[key] for n in range(3) for key in MLP},
+}
+DEEPSEEK = "deepseek_v3-maxtext{}-num_attention_heads=2-first_k_dense_replace={}"
+DEEPSEEK_BACK = "deepseek_v3-maxtext{}-inverse-first_k_dense_replace={}"
+
+
+def make_deepseek(dense: int, layers: int = 5) -> Arrays:
+    """Returns the arrays of a model whose first layers have no experts."""
+    model = make_model(1, layers, {**LATENT, **DENSE_LAYER, **EXPERT_LAYER})
+    for number in range(layers):
+        for key in EXPERT_LAYER if number < dense else DENSE_LAYER:
+            del model[f"model/layers/{number}/{key}"]
+    return model
+
+
+@pytest.mark.parametrize("words", ["", "-scanned"])
+@pytest.mark.parametrize("dense", [1, 3, 4])
+def test_layers_of_deepseek_with_and_without_experts_are_numbered_from_0(
+    dense: int, words: str
+) -> None:
+    model = make_deepseek(dense)
+
+    made = map_model(DEEPSEEK.format(words, dense), model)
+    back = map_model(DEEPSEEK_BACK.format(words, dense), made)
+
+    assert model.keys() == back.keys()
+    for key, array in model.items():
+        np.testing.assert_array_equal(array, back[key])
+    stem = "params/params/decoder"
+    for kind, numbers in [("dense", range(dense)), ("moe", range(dense, 5))]:
+        arrays = [
+            model[f"model/layers/{n}/self_attn/kv_b_proj/weight"] for n in numbers
+        ]
+        wanted = [each.T.reshape(3, 2, 7) for each in arrays]
+        key = "self_attention/wkv_b/kernel"
+        found = (
+            np.unstack(made[f"{stem}/{kind}_layers/{key}"], axis=1)
+            if words
+            else [made[f"{stem}/{kind}_layers_{n}/{key}"] for n in range(len(wanted))]
+        )
+        np.testing.assert_array_equal(wanted, found)
+
+
+@pytest.mark.parametrize("words", ["", "-scanned"])
+@pytest.mark.parametrize("number", [1, 3, 5, 9])
+def test_another_number_of_dense_layers_than_the_model_has_is_rejected(
+    number: int, words: str
+) -> None:
+    """Too few of them, too many, as many as there are layers, more."""
+    model = make_deepseek(2)
+    made = map_model(DEEPSEEK.format(words, 2), model)
+
+    with pytest.raises(
+        store.MismatchError, match=f"layer = 0 to {number - 1}, each|mlp"
+    ):
+        map_model(DEEPSEEK.format(words, number), model)
+    with pytest.raises(store.MismatchError, match=f"layer = 0 to {number - 1}, each"):
+        map_model(DEEPSEEK_BACK.format(words, number), made)
+
+
+def test_a_layer_of_multi_token_prediction_is_rejected_by_name() -> None:
+    model = make_deepseek(2)
+    model["model/layers/4/eh_proj/weight"] = np.zeros((4, 8), np.float32)
+
+    with pytest.raises(
+        store.MismatchError, match="got none for model/layers/4/eh_proj/"
+    ):
+        map_model(DEEPSEEK.format("", 2), model)
+
+
+def test_rules_of_the_docs_make_what_the_table_of_deepseek_takes() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "interop.md").read_text("utf-8")
+    (block,) = re.findall("```toml\n(.*?)```", text, re.DOTALL)
+    rules = parse_rules(block.replace("61", "5").encode(), name="docs", is_toml=True)
+    model = make_deepseek(2)
+    files: Arrays = {"model/layers/5/eh_proj/weight": np.zeros((4, 8), np.float32)}
+    for key, array in model.items():
+        files[key] = array.astype(ml_dtypes.bfloat16)
+        if "proj" in key:
+            files[key] = array.astype(ml_dtypes.float8_e4m3fn)
+            files[f"{key}_scale_inv"] = np.full((1, 1), 0.5, np.float32)
+
+    imported = build_all(plan_mapping(rules, describe_tree(files), name="files"), files)
+    made = map_model(DEEPSEEK.format("", 2), imported)
+
+    assert model.keys() == imported.keys()
+    assert {"bfloat16"} == {array.dtype.name for array in made.values()}
+    key = "model/layers/2/mlp/experts/1/up_proj/weight"
+    block = "params/params/decoder/moe_layers_0/DeepSeekMoeBlock_0/MoeBlock_0"
+    experts = made[f"{block}/wi_1"]
+    wanted = files[key].astype(np.float32).T / 2
+    np.testing.assert_array_equal(wanted, experts[1].astype(np.float32))
 
 
 def test_a_table_has_no_way_back_from_layers_that_differ() -> None:

@@ -12,7 +12,7 @@ tied       The head is the embedding (``tie_word_embeddings``), and in no file.
 scanned    The leaves of all layers are stacked along a new axis: the first one in
            EasyDeL, the second one in MaxText.
 inverse    The way back. It leaves out what a training state has besides the model.
-head_dim=N The size of a head, which the kernels of MaxText have as an axis.
+NAME=N     A size that a table of MaxText needs, by its name in the model's config.
 ========== ==================================================================
 
 >>> load_table("qwen3-tied-scanned-inverse").name
@@ -37,7 +37,14 @@ _OTHERS: Final = [
 
 _WORDS: Final = ("tied", "scanned", "inverse")
 _MAXTEXT: Final = "maxtext"
-_HEAD_DIM: Final = re.compile("head_dim=[1-9][0-9]{0,8}")
+_SIZES: Final = {
+    "head_dim": 128,
+    "num_attention_heads": 128,
+    "first_k_dense_replace": 3,
+}
+"""Sizes that tables name, with examples."""
+
+_NAMES: Final = "|".join(_SIZES)
 
 
 def list_tables() -> list[str]:
@@ -53,24 +60,28 @@ def load_table(name: str) -> Rules:
         InvalidRequestError: There is none of this name, or it needs a size.
     """
     family, *words = name.split("-")
-    is_maxtext = _MAXTEXT in words
-    table_name = f"{family}-{_MAXTEXT}" if is_maxtext else family
-    sizes = [word for word in words if is_maxtext and _HEAD_DIM.fullmatch(word)]
-    known = {*_WORDS, _MAXTEXT, *sizes}
-    if table_name not in list_tables() or not {*words} <= known or len(sizes) > 1:
+    table_name = f"{family}-{_MAXTEXT}" if _MAXTEXT in words else family
+    file = files(__package__) / "tables" / f"{table_name}.toml"
+    text = file.read_text("utf-8") if table_name in list_tables() else ""
+    needed = {*re.findall(_NAMES, text)}
+    sizes = dict(re.findall(rf"-({_NAMES})=([1-9][0-9]{{0,8}})(?=-|$)", name))
+    known = {*_WORDS, _MAXTEXT, *map("=".join, sizes.items())}
+    if not text or not {*words} <= known or not sizes.keys() <= needed:
         raise InvalidRequestError(
             f"mapping=: expected a file whose name ends in .toml or .json, or a table: "
             f"{', '.join(list_tables())}, with any of -{', -'.join(_WORDS)} behind it, "
-            f"and -head_dim=N behind one of {_MAXTEXT}; got {name!r}"
+            f"and sizes such as -head_dim=128 behind one of {_MAXTEXT}; got {name!r}"
         )
-    if is_maxtext and not sizes and "inverse" not in words:
+    if "inverse" in words:
+        needed &= {"first_k_dense_replace"}  # which is in keys, not in operations only
+    if absent := [each for each in _SIZES if each in needed - sizes.keys()]:
+        examples = "".join(f"-{each}={_SIZES[each]}" for each in absent)
         raise InvalidRequestError(
-            f"mapping=: expected -head_dim=N behind a table of {_MAXTEXT}, the size of "
-            f"a head in the model's config, such as '{name}-head_dim=128'; got {name!r}"
+            f"mapping=: expected {' and '.join(absent)} of the model's config behind a "
+            f"table of {_MAXTEXT}, such as '{name}{examples}'; got {name!r}"
         )
-    text = (files(__package__) / "tables" / f"{table_name}.toml").read_text("utf-8")
-    size = sizes[0].partition("=")[2] if sizes else "-1"  # which is not needed back
-    table = tomllib.loads(text.replace('"head_dim"', size))
+    text = re.sub(f'"?({_NAMES})"?', lambda found: sizes.get(found[1], "-1"), text)
+    table = tomllib.loads(text)
     rules: list[Mapping[str, Any]] = table["rules"]
     if "tied" in words:
         rules = [rule for rule in rules if rule.get("from") != "lm_head/weight"]

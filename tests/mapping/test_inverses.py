@@ -1,5 +1,6 @@
 """The way back of a mapping returns every bit, or says why there is none."""
 
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ import storesvc_client as store
 from storesvc_client._mapping.inverses import invert_rules
 from storesvc_client._mapping.planning import plan_mapping
 from storesvc_client._mapping.rules import ARITHMETIC, Document, check_rules
-from tests.mapping.drawn import Arrays, DrawnMapping, build_all, describe_tree
+from tests.mapping.drawn import Arrays, DrawnMapping, build_all, describe_tree, plan
 from tests.support.examples import examples, soaked
 
 randoms = st.integers(0, 2**32).map(Random)
@@ -121,6 +122,40 @@ def test_numbers_of_layers_go_back_to_their_range() -> None:
             "operations": [{"unstack": {"axis": 1, "by": "n"}}],
         },
     ] == inverse["rules"]
+
+
+def draw_kinds(random: Random, first: int, count: int) -> list[dict[str, Any]]:
+    """Draws rules that number layers in several ranges from 0, or stack them."""
+    cuts = random.sample(range(1, count), random.randint(0, count - 1))
+    ends = [0, *sorted(cuts), count]
+    rules = list[dict[str, Any]]()
+    for number, (start, stop) in enumerate(pairwise(ends)):
+        is_open = stop == count and random.random() < 0.5
+        key = f"l/{{n:int[{first + start}:{'' if is_open else first + stop}]}}/{{x}}"
+        rules.append({"from": key, "to": f"kind{number}/{{n}}/{{x}}"})
+        if random.random() < 0.5:
+            stack = {"stack": {"axis": random.randint(0, 2), "by": "n"}}
+            rules[-1] = {"from": key, "to": f"k{number}/{{x}}", "operations": [stack]}
+    return rules
+
+
+@given(randoms)
+def test_layers_of_several_kinds_go_back_to_their_numbers(random: Random) -> None:
+    """Without one of the ranges, or with another one over them, no rules fit."""
+    first, count = random.choice([0, 1, 7, 10**17]), random.randint(1, 6)
+    arrays = {f"l/{first + n}/{x}": W + n for n in range(count) for x in "qk"}
+    rules = draw_kinds(random, first, count)
+    document = {"version": 1, "rules": rules}
+
+    inverse = check_turn(document, arrays)
+
+    made = build_all(plan(rules, arrays), arrays)
+    check_turn(inverse, made)
+    lost = random.choice([*rules])
+    with pytest.raises(store.MismatchError, match="expected a rule for each leaf"):
+        plan([each for each in rules if each != lost], arrays)
+    with pytest.raises(store.MismatchError, match="expected one rule, got rule"):
+        plan([*rules, {"from": f"l/{{n:int[{first}:]}}/k", "to": "other/{n}"}], arrays)
 
 
 def test_leaves_that_are_kept_are_kept_and_new_ones_are_dropped() -> None:

@@ -3,7 +3,7 @@
     python -m benchmarks mapped_floors [--rounds 8]
 
 Loops of two threads over a file on tmpfs, with nothing else: no plan, no buffers to
-allocate, no devices. Each reads 400 MiB in pieces of 1 MiB into touched memory and sums
+allocate, no devices. Each reads 400 MiB in pieces of 2 MiB into touched memory and sums
 all bytes. The speed of a loop is divided by the first one's; the median over rounds, in
 which the loops take turns, is printed.
 """
@@ -24,12 +24,11 @@ from numpy.typing import NDArray
 from benchmarks.speed.rounds import PLACES
 from storesvc.format.checksums import crc32c
 from storesvc_client._chunks.memory import allocate
+from storesvc_client._restore.data_file_reads import PIECE_BYTES
 from storesvc_client._values.places import copy_elements
 
-PIECE_BYTES: Final = 1 << 20
-
-COUNT: Final = 400
-"""Pieces: a multiple of 16, so that they are whole matrices."""
+COUNT: Final = 200
+"""Pieces: a multiple of 8, so that they are whole matrices."""
 
 THREADS: Final = 2
 
@@ -107,12 +106,12 @@ def _map_rows(size: int) -> _Read:
 
 
 def _transpose(copy: Callable[[Any, Any], None]) -> _Read:
-    """128 rows of a matrix of 2,048 x 2,048 float32 become columns."""
+    """256 rows of a matrix of 2,048 x 2,048 float32 become columns."""
 
     def read(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
-        found = _fill(scratch, file, number).view(np.float32).reshape(128, 2048)
-        matrix = memory[number // 16 * 16 * PIECE_BYTES :][: 16 * PIECE_BYTES]
-        columns = matrix.view(np.float32).reshape(2048, 16, 128)[:, number % 16]
+        found = _fill(scratch, file, number).view(np.float32).reshape(256, 2048)
+        matrix = memory[number // 8 * 8 * PIECE_BYTES :][: 8 * PIECE_BYTES]
+        columns = matrix.view(np.float32).reshape(2048, 8, 256)[:, number % 8]
         copy(columns, found.T)
 
     return read

@@ -1,21 +1,25 @@
-"""Measures mapped restores against plain ones of the same bytes.
+"""Measures mapped restores against plain ones.
 
     python -m benchmarks mapping [--rounds 12] [--only stack transpose ...]
 
 One embedded store on tmpfs, restores of NumPy arrays on one device, in turns. A ratio
-is that of two neighbouring restores, so that it holds on a machine that other programs
-use, too; prints the median over the rounds. "none" is without a mapping: what two saves
-of one tree differ by. "sharded" restores to 8 devices.
+is that of two restores of one turn, so that it holds on a machine that other programs
+use, too; prints the median over the rounds. "stored" is the speed by that of a plain
+restore of the same stored bytes; "made" by that of one of a checkpoint which has what
+the mapping makes. Equal bytes in other pages of the machine make up to a fifth of a
+difference, which "made" has, and "stored" has not; more arrays take longer to return,
+which "stored" has not. So a bar is met by the larger one. "none" is without a mapping.
+"sharded" restores to 8 devices.
 """
 
 import argparse
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from benchmarks.speed.rounds import PLACES, SETTINGS
 
@@ -50,8 +54,8 @@ _RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
     "unstack": (
         "views",
         {
-            "from": "l/{n}/q",
-            "to": "m/{n}/{h}",
+            "from": "l/{n}/{name*}",
+            "to": "m/{n}/{name}/{h}",
             "operations": [
                 {"reshape": [32, 128, SIDE]},
                 {"unstack": {"axis": 0, "by": "h"}},
@@ -140,23 +144,34 @@ def main() -> None:
     if arguments.sharded:
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     print(
-        f"{'a mapped restore / a plain one':32}{'speed':>8}{'CPU':>8}{'ms':>8}"
-        f"{'bar':>8}"
+        f"{'a mapped restore / a plain one':32}{'stored':>8}{'made':>8}{'CPU':>8}"
+        f"{'ms':>8}{'bar':>8}"
     )
-    for name, found in _measure(arguments).items():
+    for name, turns in _measure(arguments).items():
         kind, _ = _RULES[name]
-        speed = median(plain / own for plain, own in found["seconds"])
-        cpu = median(own / plain for plain, own in found["cpu"])
-        milliseconds = 1e3 * median(own for _, own in found["seconds"])
-        says = "met" if speed >= BARS[kind] else f"{BARS[kind]}"
+        speeds = [
+            median(turn[plain].seconds / turn["mapped"].seconds for turn in turns)
+            for plain in ("stored", "made")
+        ]
+        cpu = median(turn["mapped"].cpu / turn["stored"].cpu for turn in turns)
+        milliseconds = 1e3 * median(turn["mapped"].seconds for turn in turns)
+        says = "met" if max(speeds) >= BARS[kind] else f"{BARS[kind]}"
         print(
-            f"{name:32}{speed:8.2f}{cpu:8.2f}{milliseconds:8.1f}{says:>8}", flush=True
+            f"{name:32}{speeds[0]:8.2f}{speeds[1]:8.2f}{cpu:8.2f}{milliseconds:8.1f}"
+            f"{says:>8}",
+            flush=True,
         )
 
 
-def _measure(arguments: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
-    """Returns pairs of seconds, and of CPU seconds: of the plain restore, and of the
-    mapped one."""
+class _Spent(NamedTuple):
+    seconds: float
+    cpu: float
+
+
+def _measure(
+    arguments: argparse.Namespace,
+) -> Mapping[str, Sequence[Mapping[str, _Spent]]]:
+    """Returns what the restores of each turn took."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh
@@ -168,9 +183,7 @@ def _measure(arguments: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
         name: jnp.arange(SIDE**2, dtype=jnp.float32).reshape(SIDE, SIDE)
         for name in "qkv"
     }
-    found: dict[str, Any] = {
-        name: {"seconds": [], "cpu": []} for name in arguments.only
-    }
+    found: dict[str, list[dict[str, _Spent]]] = {name: [] for name in arguments.only}
     with (
         tempfile.TemporaryDirectory(
             prefix="storesvc-bench-", dir=PLACES["tmpfs"]
@@ -189,13 +202,13 @@ def _measure(arguments: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
 
         restored = list[Any]()
 
-        def restore(step: int, mapping: Any = None) -> tuple[float, float]:
+        def restore(step: int, mapping: Any = None) -> _Spent:
             restored.clear()
             rules = [("", jax.sharding.PartitionSpec("x"))] if mesh else None
             began, cpu = time.perf_counter(), time.process_time()
             restored.append(run.restore(step, mapping=mapping, mesh=mesh, rules=rules))
             jax.block_until_ready(restored)
-            return time.perf_counter() - began, time.process_time() - cpu
+            return _Spent(time.perf_counter() - began, time.process_time() - cpu)
 
         for step, name in enumerate(arguments.only, start=2):
             rule, mapping = _RULES[name][1], None
@@ -203,14 +216,15 @@ def _measure(arguments: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
                 mapping = {"version": 1, "otherwise": "drop", "rules": [rule]}
             restore(1, mapping)
             run.save(step, *restored).result()
+            kinds = [("stored", 1, None), ("made", step, None), ("mapped", 1, mapping)]
             for turn in range(arguments.rounds + 1):
-                both = [(step, None), (1, mapping)]
-                each = [restore(*one) for one in (both[::-1] if turn % 2 else both)]
-                for kind, pair in zip(
-                    ("seconds", "cpu"), zip(*each, strict=True), strict=True
-                ):
-                    if turn:  # the first touches memory
-                        found[name][kind].append(pair[::-1] if turn % 2 else pair)
+                at = turn % len(kinds)
+                spent = {
+                    kind: restore(which, rules)
+                    for kind, which, rules in kinds[at:] + kinds[:at]
+                }
+                if turn:  # the first touches memory
+                    found[name].append(spent)
             run.delete(step)
     return found
 

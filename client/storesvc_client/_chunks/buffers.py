@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.chunks import I64
-from storesvc.format.grids import Grid, Region, intersection, whole
+from storesvc.format.grids import Grid, Region, intersection
 from storesvc_client._chunks.memory import ALIGNMENT, COPIED_BYTES
 from storesvc_client._values.places import Place, is_empty, list_boxes, measure, within
 
@@ -137,21 +137,6 @@ class Copy(NamedTuple):
     target: Place
     """Their place in the memory of the group."""
 
-    def take_rows(
-        self, axis: int, row_bytes: int, first: int, stop: int
-    ) -> "Copy | None":
-        """Returns what to copy from some rows of the chunk, if no axis is divided; None
-        if that is nothing. See ``BufferLayout.row_axis``."""
-        own = self.source.start // row_bytes
-        low, high = max(own, first), min(own + self.source.shape[axis], stop)
-        if low >= high:
-            return None
-        lengths = self.source.shape
-        rows = (*whole(lengths[:axis]), (low - own, high - own))
-        region = (*rows, *whole(lengths[axis + 1 :]))
-        source, target = self.source.part(region), self.target.part(region)
-        return Copy(self.group, source.move(-first * row_bytes), target)
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Goal:
@@ -190,6 +175,8 @@ class BufferLayout:
     places: tuple[tuple[int, int], ...]
     """Group of each segment, and its number within the group."""
     _goals: dict[int, Goal] = field(default_factory=dict)
+    _rows: dict[tuple[int, int, int], Sequence[Copy]] = field(default_factory=dict)
+    """Copies of rows of chunks, which the leaves of a layout have in common."""
 
     def goal(self, within: int) -> Goal:
         """Returns the destination of a needed chunk."""
@@ -223,6 +210,23 @@ class BufferLayout:
         if is_cast or not is_whole or not copy.target.is_contiguous(itemsize):
             return goal
         return replace(goal, goes=Span(group=number, start=copy.target.start))
+
+    def copy_rows(self, goal: Goal, first: int, count: int) -> Sequence[Copy]:
+        """Returns what to copy from some rows of a chunk."""
+        key = goal.within, first, count
+        copies = self._rows.get(key)
+        if copies is None:
+            axis, region = self.row_axis, self.grid.region(goal.within)
+            start, stop = region[axis][0] + first, region[axis][1]
+            # the last rows are padding
+            along = (min(start, stop), min(start + count, stop))
+            rows = (*region[:axis], along, *region[axis + 1 :])
+            chunk = self.grid.chunk_shape
+            shape = (*chunk[:axis], count, *chunk[axis + 1 :])
+            copies = tuple(self.copies(goal.holders, rows, shape))
+            if len(self._rows) < _KEPT_GOALS:
+                self._rows[key] = copies
+        return copies
 
     def copies(
         self,

@@ -437,7 +437,7 @@ class Assembly:
         if own is None and size > at_most:
             row = chunk.layout.row_bytes
             # To ask the kernel for less takes longer than a copy of it.
-            ranges = chunk.ranges(at_most // 4)
+            ranges = chunk.ranges(at_most // 8)
             step = max(1, at_most // row) * row
         for start, stop, memory in ranges:
             for at in range(start, stop, step):
@@ -463,20 +463,8 @@ class Assembly:
         if len(elements) == layout.grid.chunk_bytes:
             chunk.copy(goes, elements)
             return
-        axis, shape = layout.row_axis, layout.grid.chunk_shape
         first, count = (n // layout.row_bytes for n in (start, len(elements)))
-        if not chunk.goal.is_divided:
-            bounds = axis, layout.row_bytes, first, first + count
-            chunk.copy(
-                filter(None, (each.take_rows(*bounds) for each in goes)), elements
-            )
-            return
-        region = layout.grid.region(chunk.goal.within)
-        at, stop = region[axis][0] + first, region[axis][1]
-        along = (min(at, stop), min(at + count, stop))  # the last rows are padding
-        rows = (*region[:axis], along, *region[axis + 1 :])
-        shape = (*shape[:axis], count, *shape[axis + 1 :])
-        chunk.copy(layout.copies(chunk.goal.holders, rows, shape), elements)
+        chunk.copy(layout.copy_rows(chunk.goal, first, count), elements)
 
     def copy_region(self, ordinal: int, region: Region, array: NDArrayAny) -> None:
         """Copies elements of a chunk into its allocated buffers, from an array in C

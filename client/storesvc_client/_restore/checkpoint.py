@@ -194,7 +194,8 @@ class CheckpointReader(TreeReader):
             self._check_alone()
         chosen = request.patterns(self.name)
         with meter:
-            with meter.phase("plan"):  # 1. rejects what cannot be restored
+            with collector_paused(), meter.phase("plan"):
+                # 1. Reject what cannot be restored.
                 view = self.map_or_migrate(request.mapping)
                 if self._spread and view is not self:
                     raise InvalidRequestError(

@@ -39,7 +39,7 @@ from storesvc_client._chunks.buffers import (
     plan_buffer_layout,
     plan_part_layout,
 )
-from storesvc_client._chunks.memory import cut_batches
+from storesvc_client._chunks.memory import collector_paused, cut_batches
 from storesvc_client._mapping.expressions import (
     Expression,
     Fill,
@@ -188,7 +188,7 @@ class MappedReader(TreeReader):
         meter: Meter,
         deadline: Deadline,
     ) -> "MappedAssembly":
-        with meter.phase("plan"):
+        with collector_paused(), meter.phase("plan"):
             return MappedAssembly(self, wanted, place, meter, deadline)
 
 

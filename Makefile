@@ -175,15 +175,19 @@ soak: $(INSTALLED)
 # that pyproject.toml and easydel allow: first the quick tests of easydel's states and
 # helpers, then the tests of other code that works on jax's objects or depends much on the
 # versions of packages. Importing easydel changes a process (flags of jax, the recursion
-# limit), so each half runs in its own process.
+# limit), so each half runs in its own process. Of the second one, a file of SHARE runs,
+# newly drawn each time: `make test` has run them all.
+#   make test-easydel SHARE=1
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest --numprocesses=3
 test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)
 test-easydel: ON_JAX := $(addprefix tests/,client loop orbax pytree restore save trees)
 test-easydel: ON_VERSIONS := $(addprefix tests/,export storage)
+test-easydel: SHARE := 2
 test-easydel: $(EASYDEL_VENV)/.installed
 	$(EASYDEL_PYTEST) -m "not slow" tests/easydel
 	$(EASYDEL_PYTEST) -m "not slow" $(ON_VERSIONS) \
-	  $$(grep -rlE --include='test_*.py' '^ *$(USES_JAX)' $(ON_JAX))
+	  $$(grep -rlE --include='test_*.py' '^ *$(USES_JAX)' $(ON_JAX) | \
+	    shuf | awk 'NR % $(SHARE) == 0')
 
 # The slow tests of EasyDeL's states, then every class of its registry, saved by one process
 # and restored by its class in another, on another mesh: half an hour. CI takes a class of

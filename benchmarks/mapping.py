@@ -17,6 +17,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -217,12 +218,10 @@ def _measure(
             restore(1, mapping)
             run.save(step, *restored).result()
             kinds = [("stored", 1, None), ("made", step, None), ("mapped", 1, mapping)]
+            orders = [*permutations(kinds)]  # what was restored before has an effect
             for turn in range(arguments.rounds + 1):
-                at = turn % len(kinds)
-                spent = {
-                    kind: restore(which, rules)
-                    for kind, which, rules in kinds[at:] + kinds[:at]
-                }
+                order = orders[turn % len(orders)]
+                spent = {kind: restore(which, rules) for kind, which, rules in order}
                 if turn:  # the first touches memory
                     found[name].append(spent)
             run.delete(step)

@@ -437,7 +437,7 @@ class Assembly:
         if own is None and size > at_most:
             row = chunk.layout.row_bytes
             # To ask the kernel for less takes longer than a copy of it.
-            ranges = chunk.ranges(at_most // 8)
+            ranges = chunk.ranges(at_most // 16)
             step = max(1, at_most // row) * row
         for start, stop, memory in ranges:
             for at in range(start, stop, step):

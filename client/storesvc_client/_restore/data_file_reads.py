@@ -198,9 +198,9 @@ def describe(manifest: Manifest, read: Read) -> str:
     return ", ".join(map(manifest.tree.describe_chunk, read.chunks[:_SHOWN]))
 
 
-PIECE_BYTES: Final = 2 << 20
-"""Bytes verified and then copied together: few enough for the caches of a core, and so
-many that threads seldom wait for each other to run Python."""
+PIECE_BYTES: Final = 4 << 20
+"""Bytes verified and then copied together: few enough for the caches of a processor,
+and so many that threads seldom wait for each other to run Python."""
 
 SMALL_BYTES: Final = 64 << 10
 """Size below which all chunks of a read are verified before the first is copied:

@@ -182,7 +182,7 @@ test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest --numproces
 test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)
 test-easydel: ON_JAX := $(addprefix tests/,client loop orbax pytree restore save trees)
 test-easydel: ON_VERSIONS := $(addprefix tests/,export storage)
-test-easydel: SHARE := 2
+test-easydel: SHARE := 3
 test-easydel: $(EASYDEL_VENV)/.installed
 	$(EASYDEL_PYTEST) -m "not slow" tests/easydel
 	$(EASYDEL_PYTEST) -m "not slow" $(ON_VERSIONS) \

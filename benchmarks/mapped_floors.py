@@ -12,6 +12,7 @@ import argparse
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +118,39 @@ def _transpose(copy: Callable[[Any, Any], None]) -> _Read:
     return read
 
 
+def _copy_words(columns: NDArray[Any], transposed: NDArray[Any]) -> None:
+    """Makes words of the elements of 4 rows, and transposes these."""
+    rows = transposed.T
+    height, width = rows.shape
+    size = height * (width + 4)
+    packed = _keep(size).reshape(height // 4, width + 4, 4)[:, :width]
+    for each in range(4):
+        np.copyto(packed[..., each], rows[each::4])
+    words = packed.view(np.complex128)[..., 0]
+    np.copyto(columns.view(np.complex128), words.T)
+
+
+def _copy_lines(columns: NDArray[Any], transposed: NDArray[Any]) -> None:
+    """Transposes lines of 16 elements, then the elements of each."""
+    rows = transposed.T
+    height, width = rows.shape
+    found = _keep(height * width)
+    np.copyto(found.view("V64").reshape(width // 16, height), rows.view("V64").T)
+    elements = found.reshape(width // 16, height, 16).transpose(0, 2, 1)
+    np.copyto(columns.reshape(width // 16, 16, height), elements)
+
+
+_kept = threading.local()
+
+
+def _keep(size: int) -> NDArray[np.float32]:
+    """Returns memory that the thread touched before, if it did."""
+    if not hasattr(_kept, "memory"):
+        _kept.memory = allocate(2 * PIECE_BYTES).view(np.float32)
+    memory: NDArray[np.float32] = _kept.memory[:size]
+    return memory
+
+
 def _interleave(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
     """The halves of each head of 128 float32 become pairs."""
     found = _fill(scratch, file, number).view(np.float32).reshape(-1, 2, 64)
@@ -137,6 +171,8 @@ LOOPS: Final[Mapping[str, _Read]] = {
     "halves of heads as pairs": _interleave,
     "transposed by NumPy": _transpose(np.copyto),
     "transposed as this store does": _transpose(copy_elements),
+    "transposed in words of 4 elements": _transpose(_copy_words),
+    "transposed in lines, then elements": _transpose(_copy_lines),
 }
 
 

@@ -36,6 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         items = {
             "config": CONFIG,
             "tokenizer-config": {"eos": "</s>"},
+            "chat-template": "{{ messages }}",
             "notes": "a text",
         }
         run.save(300, model(), items=items).result()

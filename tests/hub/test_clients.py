@@ -67,6 +67,7 @@ def test_a_snapshot_has_the_bytes_of_the_export(
 
     found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     assert {
+        "chat_template.jinja",
         "config.json",
         "model.safetensors",
         "notes",
@@ -125,6 +126,7 @@ def test_the_api_tells_commit_and_files(api: HfApi) -> None:
     assert main.sha != best.sha
     assert ["model.safetensors"] == api.list_repo_files(NAME)
     assert [
+        "chat_template.jinja",
         "config.json",
         "model.safetensors",
         "notes",

@@ -147,8 +147,6 @@ class Goal:
     groups: tuple[int, ...]
     holders: Sequence[tuple[int, int]]
     """Group and number of the segments that hold its elements."""
-    is_divided: bool
-    """True if axes of one of them are."""
     goes: Span | tuple[Copy, ...]
 
 
@@ -176,7 +174,6 @@ class BufferLayout:
     """Group of each segment, and its number within the group."""
     _goals: dict[int, Goal] = field(default_factory=dict)
     _rows: dict[tuple[int, int, int], Sequence[Copy]] = field(default_factory=dict)
-    """Copies of rows of chunks, which the leaves of a layout have in common."""
 
     def goal(self, within: int) -> Goal:
         """Returns the destination of a needed chunk."""
@@ -199,7 +196,6 @@ class BufferLayout:
             within=within,
             groups=groups,
             holders=holders,
-            is_divided=any(self.groups[n].segments[at].sizes for n, at in holders),
             goes=copies,
         )
         if len(holders) > 1 or len(copies) != 1 or measure(region) != shape:  # padding
@@ -212,18 +208,15 @@ class BufferLayout:
         return replace(goal, goes=Span(group=number, start=copy.target.start))
 
     def copy_rows(self, goal: Goal, first: int, count: int) -> Sequence[Copy]:
-        """Returns what to copy from some rows of a chunk."""
+        """Returns what to copy from rows of a chunk; leaves of a layout share it."""
         key = goal.within, first, count
-        copies = self._rows.get(key)
-        if copies is None:
-            axis, region = self.row_axis, self.grid.region(goal.within)
-            start, stop = region[axis][0] + first, region[axis][1]
-            # the last rows are padding
-            along = (min(start, stop), min(start + count, stop))
-            rows = (*region[:axis], along, *region[axis + 1 :])
-            chunk = self.grid.chunk_shape
-            shape = (*chunk[:axis], count, *chunk[axis + 1 :])
-            copies = tuple(self.copies(goal.holders, rows, shape))
+        if (copies := self._rows.get(key)) is None:
+            axis, rows = self.row_axis, [*self.grid.region(goal.within)]
+            start, stop = rows[axis][0] + first, rows[axis][1]
+            rows[axis] = min(start, stop), min(start + count, stop)  # else padding
+            shape = [*self.grid.chunk_shape]
+            shape[axis] = count
+            copies = tuple(self.copies(goal.holders, tuple(rows), tuple(shape)))
             if len(self._rows) < _KEPT_GOALS:
                 self._rows[key] = copies
         return copies

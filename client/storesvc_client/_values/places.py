@@ -33,9 +33,6 @@ PADDING_BYTES: Final = 64
 PACKED_BYTES: Final = 64 << 10
 """Arrays smaller than this are copied as they are."""
 
-FEW: Final = 8
-"""Elements along an axis for which a set has room."""
-
 SHORT: Final = 4
 """Elements along an axis that NumPy needs longer to begin with than to copy."""
 

@@ -34,6 +34,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -355,8 +356,6 @@ def allocate(size_bytes: int) -> "Bytes":
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
     mapping: mmap.mmap
-    size_bytes: int
-    """Usable bytes: those from the first boundary of a huge page."""
     since: float
     """Time at which it became free."""
 
@@ -376,8 +375,8 @@ class BlockPool:
         self._kept_seconds = kept_seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._free: list[_Block] = []
-        """Ascending by ``since``."""
+        self._free: dict[int, list[_Block]] = defaultdict(list)
+        """By size, each list ascending by ``since``."""
         self._free_bytes = 0
         # The collector may end an array in any thread, even in one that has the lock.
         # SimpleQueue.put may be called there, and is all that is. The keeper has a
@@ -427,22 +426,24 @@ class BlockPool:
                 self._has_keeper = True
                 _start_keeper(weakref.ref(self), self._wakes, self._kept_seconds)
             self._admit_returned()
-            fitting = [b for b in self._free if size_bytes <= b.size_bytes <= most]
-            if not fitting:
+            sizes = (n for n, b in self._free.items() if b and size_bytes <= n <= most)
+            if not (size := min(sizes, default=0)):
                 return None
+            self._free_bytes -= size
             # The one that became free last: the kernel has taken it least probably.
-            block = min(reversed(fitting), key=lambda b: b.size_bytes)
-            self._free.remove(block)
-            self._free_bytes -= block.size_bytes
-            return block.mapping
+            return self._free[size].pop().mapping
 
     def tidy(self) -> None:
         """Admits returned blocks, and unmaps what was free for too long."""
         with self._lock:
             self._admit_returned()
             oldest = self._clock() - self._kept_seconds
-            while self._free and self._free[0].since <= oldest:
-                self._free_bytes -= self._free.pop(0).size_bytes
+            for size, blocks in [*self._free.items()]:
+                while blocks and blocks[0].since <= oldest:
+                    blocks.pop(0)
+                    self._free_bytes -= size
+                if not blocks:
+                    del self._free[size]
 
     def _admit_returned(self) -> None:
         with suppress(queue.Empty):
@@ -457,7 +458,7 @@ class BlockPool:
         if hasattr(mmap, "MADV_FREE"):  # Linux and macOS
             with suppress(OSError):  # locked memory, for example by mlockall
                 mapping.madvise(mmap.MADV_FREE)
-        self._free.append(_Block(mapping, size_bytes, self._clock()))
+        self._free[size_bytes].append(_Block(mapping, self._clock()))
         self._free_bytes += size_bytes
 
 

@@ -173,7 +173,6 @@ class BufferLayout:
     places: tuple[tuple[int, int], ...]
     """Group of each segment, and its number within the group."""
     _goals: dict[int, Goal] = field(default_factory=dict)
-    _rows: dict[tuple[int, int, int], Sequence[Copy]] = field(default_factory=dict)
 
     def goal(self, within: int) -> Goal:
         """Returns the destination of a needed chunk."""
@@ -208,18 +207,13 @@ class BufferLayout:
         return replace(goal, goes=Span(group=number, start=copy.target.start))
 
     def copy_rows(self, goal: Goal, first: int, count: int) -> Sequence[Copy]:
-        """Returns what to copy from rows of a chunk; leaves of a layout share it."""
-        key = goal.within, first, count
-        if (copies := self._rows.get(key)) is None:
-            axis, rows = self.row_axis, [*self.grid.region(goal.within)]
-            start, stop = rows[axis][0] + first, rows[axis][1]
-            rows[axis] = min(start, stop), min(start + count, stop)  # else padding
-            shape = [*self.grid.chunk_shape]
-            shape[axis] = count
-            copies = tuple(self.copies(goal.holders, tuple(rows), tuple(shape)))
-            if len(self._rows) < _KEPT_GOALS:
-                self._rows[key] = copies
-        return copies
+        """Returns what to copy from some rows of a chunk."""
+        axis, rows = self.row_axis, [*self.grid.region(goal.within)]
+        start, stop = rows[axis][0] + first, rows[axis][1]
+        rows[axis] = min(start, stop), min(start + count, stop)  # the rest is padding
+        shape = [*self.grid.chunk_shape]
+        shape[axis] = count
+        return tuple(self.copies(goal.holders, tuple(rows), tuple(shape)))
 
     def copies(
         self,

@@ -55,6 +55,9 @@ _FEW_CHUNKS: Final = 16
 _KEPT_CHUNKS: Final = 512
 """Maximum chunks of a leaf whose layout is kept for later restores."""
 
+_KEPT_ROW_COPIES: Final = 4096
+"""Maximum ranges of rows whose copies are kept until the restore ends."""
+
 _plan_again = lru_cache(maxsize=64)(plan_buffer_layout)
 
 _SHOWN: Final = 4
@@ -203,6 +206,8 @@ class Assembly:
         leaves whose reading has begun."""
         self._parts: dict[int, tuple[BufferLayout, Sequence[Buffer]]] = {}
         """Layout and buffers of each row."""
+        self._row_copies: dict[Any, Sequence[Copy]] = {}
+        """What to copy from rows of a chunk, for other leaves of its layout."""
         first_chunk = tree.first_chunk.tolist()
         for row, layout, buffers in _plan_buffers(tree, wanted):
             self._plan(row, layout, buffers, first_chunk[row])
@@ -464,7 +469,12 @@ class Assembly:
             chunk.copy(goes, elements)
             return
         first, count = (n // layout.row_bytes for n in (start, len(elements)))
-        chunk.copy(layout.copy_rows(chunk.goal, first, count), elements)
+        key = layout, chunk.goal.within, first, count
+        if (copies := self._row_copies.get(key)) is None:
+            copies = layout.copy_rows(chunk.goal, first, count)
+            if len(self._row_copies) < _KEPT_ROW_COPIES:
+                self._row_copies[key] = copies
+        chunk.copy(copies, elements)
 
     def copy_region(self, ordinal: int, region: Region, array: NDArrayAny) -> None:
         """Copies elements of a chunk into its allocated buffers, from an array in C

@@ -207,7 +207,7 @@ class Assembly:
         self._parts: dict[int, tuple[BufferLayout, Sequence[Buffer]]] = {}
         """Layout and buffers of each row."""
         self._row_copies: dict[Any, Sequence[Copy]] = {}
-        """What to copy from rows of a chunk, for other leaves of its layout."""
+        """Copies of rows of chunks, which other leaves of a layout need, too."""
         first_chunk = tree.first_chunk.tolist()
         for row, layout, buffers in _plan_buffers(tree, wanted):
             self._plan(row, layout, buffers, first_chunk[row])

@@ -8,8 +8,8 @@ use, too; prints the median over the rounds. "stored" is the speed by that of a 
 restore of the same stored bytes; "made" by that of one of a checkpoint which has what
 the mapping makes. Equal bytes in other pages of the machine make up to a fifth of a
 difference, which "made" has, and "stored" has not; more arrays take longer to return,
-which "stored" has not. So a bar is met by the larger one. "none" is without a mapping.
-"sharded" restores to 8 devices.
+which "stored" has not. So a bar is met by the larger one. CPU is by that of "stored".
+"none" is without a mapping. "sharded" restores to 8 devices.
 """
 
 import argparse

@@ -61,51 +61,16 @@ def test_a_file_is_a_step_whose_names_are_split_at_dots(tmp_path: Path) -> None:
     }
 
 
-TEXTS = {
-    "config.json": '{ "b": 1,  "a": 2}',
-    "generation_config.json": "{}",
-    "tokenizer.json": '{"t": "é"}',
-    "tokenizer_config.json": '{"eos": "</s>"}',
-    "chat_template.jinja": "",
-}
-
-
-def test_shards_are_one_step_with_the_texts_of_the_model_as_items(
-    tmp_path: Path,
-) -> None:
+def test_shards_are_one_step_with_the_configuration_as_an_item(tmp_path: Path) -> None:
     write_sharded(tmp_path)
-    for name, text in TEXTS.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "config.json").write_text('{ "b": 1,  "a": 2}')
     step = opened(tmp_path)
     expected = as_bytes({KEYS[name]: value for name, value in WEIGHTS.items()})
     assert expected == as_bytes(read_tree(step))
     assert {
-        "config": TEXTS["config.json"],
-        "generation-config": "{}",
-        "tokenizer": TEXTS["tokenizer.json"],
-        "tokenizer-config": TEXTS["tokenizer_config.json"],
-        "chat-template": "",
+        "config": '{ "b": 1,  "a": 2}',
         "header-metadata": {"format": "np"},
     } == read_items(step)
-
-
-def test_an_import_and_an_export_keep_the_texts_of_a_model(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    write_sharded(folder)
-    large = json.dumps({"vocab": "x" * (20 << 20)})
-    for name, text in (TEXTS | {"tokenizer.json": large}).items():
-        (folder / name).write_text(text)
-    with store.connect("memory://") as client:
-        run = client.run("prod/x")
-        run.import_from(f"safetensors:{folder}")
-        run.export(0, f"safetensors:{tmp_path / 'out'}")
-        (folder / "chat_template.jinja").write_text("another")
-        with pytest.raises(store.AlreadyExistsError, match="before its files changed"):
-            run.import_from(f"safetensors:{folder}")
-
-    for name, text in (TEXTS | {"tokenizer.json": large}).items():
-        assert text == (tmp_path / "out" / name).read_text(), name
 
 
 def test_every_region_is_read_exactly(tmp_path: Path) -> None:

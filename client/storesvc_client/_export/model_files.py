@@ -19,17 +19,13 @@ from storesvc_client._values.messages import UNKNOWN
 from storesvc_client._values.models import KINDS
 from storesvc_client.errors import InvalidRequestError, PreconditionError
 
+_ITEMS: Final = frozenset({"json", "text", "bytes"})
+"""Kinds of items that are files."""
+
 _ENDS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Ends of names that Hugging Face's libraries read next to weights."""
 
-MODEL_FILES: Final = {
-    "config": "config.json",
-    "generation-config": "generation_config.json",
-    "tokenizer": "tokenizer.json",
-    "tokenizer-config": "tokenizer_config.json",
-    "chat-template": "chat_template.jinja",
-}
-"""Texts next to weights, by the items that have them."""
+_CONFIG: Final = "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +72,15 @@ def find_item_files(source: Source) -> Iterator[TensorFile]:
     for row in range(tree.tree_count, len(tree.leaves)):
         leaf = tree.leaves[row]
         item, kind = parse_item_key(leaf.key), KINDS.get(leaf.kind, UNKNOWN)
-        if item.process is not None or kind not in ("json", "text", "bytes"):
+        if item.process is not None or kind not in _ITEMS:
             continue
         name = item.item
-        file = MODEL_FILES.get(name, name)
-        if kind == "json":  # names of items have no underscores
+        file = name
+        if kind == "json" or name == "config":
+            # names of items have no underscores, but files of Hugging Face do
             file = f"{name.replace('-', '_')}.json"
+        elif (name, kind) == ("chat-template", "text"):
+            file = "chat_template.jinja"
         tensor = make_tensor(row, leaf, name=name, dtype="uint8")
         yield TensorFile(name=file, tensors=(tensor,))
 
@@ -112,9 +111,9 @@ def read_folder(folder: str | Path, place: str) -> list[ModelFile]:
     """
     found = Path(folder)
     with translate_os_errors(str(found)):
-        if not (found / "config.json").is_file():
+        if not (found / _CONFIG).is_file():
             raise InvalidRequestError(
-                f"{place}: expected a directory with config.json, got {str(found)!r}"
+                f"{place}: expected a directory with {_CONFIG}, got {str(found)!r}"
             )
         files = sorted(each for each in found.iterdir() if _is_model_file(each))
         return [_make_copy(file, file.stat().st_size) for file in files]

@@ -42,7 +42,6 @@ from storesvc_client._mapping.expressions import (
     Join,
     Repeat,
     Reshape,
-    Shape,
     Slice,
     Source,
     Transpose,
@@ -163,8 +162,6 @@ class _Planner:
         self._made: dict[str, MappedLeaf] = {}
         """Leaves of the target by key."""
         self._steps: dict[str, list[Streams]] = {}
-        self._chunk_shapes: dict[Expression, Shape] = {}
-        """Layers of a model have equal expressions."""
 
     def plan(self) -> MappedTree:
         found, unmatched = self._match_leaves()
@@ -345,15 +342,13 @@ class _Planner:
             return replace(own, key=key, path_kinds=kinds)
         used = {each.kind for each in expression.sources()}
         is_host = bool(used) and pb.LEAF_KIND_ARRAY not in used
-        if (chunk_shape := self._chunk_shapes.get(expression)) is None:
-            chunk_shape = self._chunk_shapes[expression] = expression.grid_shape
         return Leaf(
             key=key,
             path_kinds=kinds,
             kind=pb.LEAF_KIND_HOST_ARRAY if is_host else pb.LEAF_KIND_ARRAY,
             dtype=expression.dtype,
             shape=expression.shape,
-            chunk_shape=chunk_shape,
+            chunk_shape=expression.grid_shape,
         )
 
 

@@ -5,8 +5,8 @@ stands for a piece of a key without "/" and ".", ``{name:int}`` for a decimal in
 without leading zeros, ``{name*}`` for any text, at most once in a template.
 
 ``{name:int[3:]}`` stands for an integer from 3 on, ``{name:int[:3]}`` for 0, 1 and 2.
-The value is the place in the range: 3 has the value 0 in the first one. A rule needs
-each integer of a range that has an end.
+The value is the place in the range: 3 has the value 0 in the first one. A rule that
+makes leaves needs each integer of a range that has an end.
 
 A template matches a key in at most one way, so it also makes the key from its values.
 Behind an integer comes text that is no digit, and one part of a key, between "/" or

@@ -55,8 +55,11 @@ _FEW_CHUNKS: Final = 16
 _KEPT_CHUNKS: Final = 512
 """Maximum chunks of a leaf whose layout is kept for later restores."""
 
-_KEPT_ROW_COPIES: Final = 4096
+_KEPT_RANGES: Final = 4096
 """Maximum ranges of rows whose copies are kept until the restore ends."""
+
+_FEW_COPIES: Final = 16
+"""Copies of a range that take little memory: 360 bytes each."""
 
 _plan_again = lru_cache(maxsize=64)(plan_buffer_layout)
 
@@ -472,7 +475,7 @@ class Assembly:
         key = layout, chunk.goal.within, first, count
         if (copies := self._row_copies.get(key)) is None:
             copies = layout.copy_rows(chunk.goal, first, count)
-            if len(self._row_copies) < _KEPT_ROW_COPIES:
+            if len(copies) <= _FEW_COPIES and len(self._row_copies) < _KEPT_RANGES:
                 self._row_copies[key] = copies
         chunk.copy(copies, elements)
 

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, choose_chunk_shape, shape_problem
-from storesvc_client._export.model_files import MODEL_FILES
 from storesvc_client._export.safetensors import DTYPE_NAMES as WRITTEN
 from storesvc_client._foreign.bounded_json import integers, parse_object
 from storesvc_client._foreign.foreign_step import (
@@ -234,7 +233,7 @@ def _tensor(name: str, entry: Any, begin: int, what: str) -> Tensor:
 
 
 MAX_INDEX_BYTES: Final = 64 << 20
-MAX_TEXT_BYTES: Final = 64 << 20
+MAX_CONFIG_BYTES: Final = 16 << 20
 MAX_REF_BYTES: Final = 1024
 MAX_LABEL_BYTES: Final = 256
 
@@ -329,12 +328,11 @@ def read_step(
     rows, unread = tensor_rows(
         location, folder, digest, file=file, keep_names=keep_names
     )
-    for item, name in MODEL_FILES.items():
-        path = join(folder, name)
-        if location.size(path) is not None:
-            text = location.read(path, limit=MAX_TEXT_BYTES)
-            digest.update(text)
-            rows.append(text_row(item, text, name=place(location, path)))
+    path = join(folder, "config.json")
+    if location.size(path) is not None:
+        config = location.read(path, limit=MAX_CONFIG_BYTES)
+        digest.update(config)
+        rows.append(text_row("config", config, name=place(location, path)))
     labels = dict(not_read_label("safetensors", [each.name for each in unread]))
     if cached := cached_revision(place(location, folder)):
         labels["huggingface.repository"], labels["huggingface.revision"] = cached

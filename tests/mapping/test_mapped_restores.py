@@ -131,6 +131,21 @@ def test_it_is_restored_like_a_state_onto_eight_devices(embedded: store.Run) -> 
     assert back["params"]["qkv"].sharding == again["params"]["qkv"].sharding
 
 
+def test_a_leaf_that_no_rule_makes_keeps_its_initial_value(run: store.Run) -> None:
+    run.save(1, {"encoder": {"w": values(8, 4)}}).result()
+    rule = {"from": "encoder/w", "to": "body/w"}
+    rules: dict[str, Any] = {"version": 1, "rules": [rule]}
+    initial = values(3)
+    like = {"body": {"w": jnp.zeros((8, 4))}, "head": initial}
+
+    with pytest.raises(store.MismatchError, match="leaf 'head': not in the checkpoint"):
+        run.restore(1, like=like, mapping=rules)
+    restored = run.restore(1, like=like, mapping=rules, missing="keep")
+
+    assert restored["head"] is initial
+    assert leaf_bytes(values(8, 4)) == leaf_bytes(restored["body"]["w"])
+
+
 @pytest.mark.parametrize("spec", [P(), P("b"), P(None, "b"), P(None, None, ("a", "b"))])
 def test_each_stored_chunk_is_read_once(embedded: store.Run, spec: P) -> None:
     model = make_model()

@@ -136,7 +136,7 @@ def test_a_leaf_that_no_rule_makes_keeps_its_initial_value(run: store.Run) -> No
     rule = {"from": "encoder/w", "to": "body/w"}
     rules: dict[str, Any] = {"version": 1, "rules": [rule]}
     initial = values(3)
-    like = {"body": {"w": jnp.zeros((8, 4))}, "head": initial}
+    like: Any = {"body": {"w": jnp.zeros((8, 4))}, "head": initial}
 
     with pytest.raises(store.MismatchError, match="leaf 'head': not in the checkpoint"):
         run.restore(1, like=like, mapping=rules)

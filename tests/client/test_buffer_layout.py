@@ -31,30 +31,32 @@ from tests.support.examples import examples
 
 
 def a_manifest(
-    values: Any, chunk_shape: tuple[int, ...]
+    values: Any, chunk_shape: tuple[int, ...], *others: Any
 ) -> tuple[Manifest, list[bytes]]:
-    """A manifest of one leaf, and its chunks as they are stored."""
-    leaf = Leaf(
-        key="x",
-        path_kinds="k",
-        kind=pb.LEAF_KIND_ARRAY,
-        dtype=values.dtype.name,
-        shape=values.shape,
-        chunk_shape=chunk_shape,
-    )
-    stored, rows = [], []
-    for within in range(leaf.grid.count):
-        chunk = np.full(chunk_shape, 77, values.dtype)
-        held = leaf.grid.region(within)
-        whole_chunk = tuple(
-            (p, p + n) for (p, _), n in zip(held, chunk_shape, strict=True)
+    """A manifest of leaves of one shape, and their chunks as they are stored."""
+    stored, rows, leaves = list[bytes](), list[tuple[int, int, bytes]](), list[Leaf]()
+    for number, own in enumerate((values, *others)):
+        leaf = Leaf(
+            key=f"x{number}",
+            path_kinds="k",
+            kind=pb.LEAF_KIND_ARRAY,
+            dtype=own.dtype.name,
+            shape=own.shape,
+            chunk_shape=chunk_shape,
         )
-        part(chunk, whole_chunk, held)[...] = part(values, whole(values.shape), held)
-        data = chunk.tobytes()
-        stored.append(data + crc32c(data).to_bytes(4, "little"))
-        rows.append((within, crc32c(data), digest(data)))
+        leaves.append(leaf)
+        for within in range(leaf.grid.count):
+            chunk = np.full(chunk_shape, 77, own.dtype)
+            held = leaf.grid.region(within)
+            whole_chunk = tuple(
+                (p, p + n) for (p, _), n in zip(held, chunk_shape, strict=True)
+            )
+            part(chunk, whole_chunk, held)[...] = part(own, whole(own.shape), held)
+            data = chunk.tobytes()
+            rows.append((len(stored), crc32c(data), digest(data)))
+            stored.append(data + crc32c(data).to_bytes(4, "little"))
     places = ChunkLocations.of_rows([("f", 0, len(data)) for data in stored])
-    return Manifest(Tree((leaf,)), Sums.of_rows(rows), places), stored
+    return Manifest(Tree(tuple(leaves)), Sums.of_rows(rows), places), stored
 
 
 @st.composite
@@ -122,6 +124,28 @@ def test_every_region_gets_its_elements_in_any_order_of_chunks(
             expected = part(values, whole(shape), region)
             assert expected.shape == array.shape
             assert np.array_equal(expected, array)
+
+
+def test_leaves_share_copies_of_rows_only_if_they_share_a_layout() -> None:
+    shape, left, right = (8, 6), ((0, 8), (0, 2)), ((0, 8), (1, 6))
+    leaves = [np.arange(48, dtype=np.int16).reshape(shape) + 100 * n for n in range(3)]
+    wanted = [left, right, left]
+    manifest, stored = a_manifest(leaves[0], (4, 6), *leaves[1:])
+    found: dict[int, Any] = {}
+
+    def keep(buffer: Buffer) -> None:
+        (found[buffer.row],) = buffer.arrays
+
+    each = [(row, [region]) for row, region in enumerate(wanted)]
+    assembly = Assembly(manifest, each, name="x", place=keep)
+    for ordinal in assembly.missing:
+        assembly.begin([ordinal])
+        elements = np.frombuffer(stored[ordinal][:-4], np.uint8)
+        copy_pieces(assembly, ordinal, elements, 24)  # two rows
+        assembly.finish(ordinal)
+
+    for row, region in enumerate(wanted):
+        assert np.array_equal(part(leaves[row], whole(shape), region), found[row])
 
 
 @settings(max_examples=examples(1_500), deadline=None)

@@ -63,6 +63,21 @@ def test_a_block_is_used_again(pool: BlockPool) -> None:
     assert 0 == free_bytes(pool)
 
 
+def test_the_smallest_block_that_fits_is_used_and_the_newest_of_a_size(
+    pool: BlockPool,
+) -> None:
+    small, large = 16 * HUGE_PAGE_BYTES, 17 * HUGE_PAGE_BYTES
+    taken = [pool.take(size) for size in (small, small, large)]
+    older, newer, larger = (memory.ctypes.data for memory in taken)
+    while taken:
+        del taken[0]
+        free_bytes(pool)  # admits the blocks in this order
+
+    again = [pool.take(small) for _ in range(3)]
+
+    assert [newer, older, larger] == [memory.ctypes.data for memory in again]
+
+
 @pytest.mark.parametrize(
     "refer",
     sampled(

@@ -175,8 +175,8 @@ soak: $(INSTALLED)
 # that pyproject.toml and easydel allow: first the quick tests of easydel's states and
 # helpers, then the tests of other code that works on jax's objects or depends much on the
 # versions of packages. Importing easydel changes a process (flags of jax, the recursion
-# limit), so each half runs in its own process. Of the second one, a file of SHARE runs,
-# newly drawn each time: `make test` has run them all.
+# limit), so each half runs in its own process. Of the files of the second half that work on
+# jax's objects, one in SHARE runs, newly drawn each time: `make test` has run them all.
 #   make test-easydel SHARE=1
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest --numprocesses=3
 test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)

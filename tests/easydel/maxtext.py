@@ -60,7 +60,7 @@ YARN: Final = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
 }
-"""That of DeepSeek-V3."""
+"""Settings of DeepSeek-V3 for the rotary embedding of long contexts."""
 
 ROUTED: Final = {
     **LATENT,

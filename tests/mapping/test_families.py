@@ -381,9 +381,7 @@ def test_layers_of_deepseek_with_and_without_experts_are_numbered_from_0(
 
 @pytest.mark.parametrize("words", ["", "-scanned"])
 @pytest.mark.parametrize("number", [1, 3, 5, 9])
-def test_another_number_of_dense_layers_than_the_model_has_is_rejected(
-    number: int, words: str
-) -> None:
+def test_a_wrong_dense_layer_count_is_rejected(number: int, words: str) -> None:
     """Too few of them, too many, as many as there are layers, more."""
     model = make_deepseek(2)
     made = map_model(DEEPSEEK.format(words, 2), model)
@@ -396,7 +394,7 @@ def test_another_number_of_dense_layers_than_the_model_has_is_rejected(
         map_model(DEEPSEEK_BACK.format(words, number), made)
 
 
-def test_a_layer_of_multi_token_prediction_is_rejected_by_name() -> None:
+def test_a_multi_token_prediction_layer_is_rejected_by_name() -> None:
     model = make_deepseek(2)
     model["model/layers/4/eh_proj/weight"] = np.zeros((4, 8), np.float32)
 
@@ -406,7 +404,7 @@ def test_a_layer_of_multi_token_prediction_is_rejected_by_name() -> None:
         map_model(DEEPSEEK.format("", 2), model)
 
 
-def test_rules_of_the_docs_make_what_the_table_of_deepseek_takes() -> None:
+def test_the_documented_rules_make_what_the_deepseek_table_takes() -> None:
     text = (Path(__file__).parents[2] / "docs" / "interop.md").read_text("utf-8")
     (block,) = re.findall("```toml\n(.*?)```", text, re.DOTALL)
     rules = parse_rules(block.replace("61", "5").encode(), name="docs", is_toml=True)

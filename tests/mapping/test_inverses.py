@@ -103,7 +103,7 @@ def test_the_inverse_is_a_document_that_is_read_as_it_is_written() -> None:
     } == inverse
 
 
-def test_numbers_of_layers_go_back_to_their_range() -> None:
+def test_layer_numbers_go_back_to_their_range() -> None:
     """Each kind of layer is numbered from 0, and one kind is stacked."""
     stack = {"stack": {"axis": 1, "by": "n"}}
     names = ["l/{n:int[1:]}/q", "l/{n:int[1:]}/k"]
@@ -140,7 +140,7 @@ def draw_kinds(random: Random, first: int, count: int) -> list[dict[str, Any]]:
 
 
 @given(randoms)
-def test_layers_of_several_kinds_go_back_to_their_numbers(random: Random) -> None:
+def test_mixed_layers_go_back_to_their_numbers(random: Random) -> None:
     """Without one of the ranges, or with another one over them, no rules fit."""
     first, count = random.choice([0, 1, 7, 10**17]), random.randint(1, 6)
     arrays = {f"l/{first + n}/{x}": W + n for n in range(count) for x in "qk"}

@@ -191,12 +191,7 @@ class BufferLayout:
         region, shape = self.grid.region(within), self.grid.chunk_shape
         copies = tuple(self.copies(holders, region, shape))
         groups = tuple(dict.fromkeys(number for number, _ in holders))
-        goal = Goal(
-            within=within,
-            groups=groups,
-            holders=holders,
-            goes=copies,
-        )
+        goal = Goal(within=within, groups=groups, holders=holders, goes=copies)
         if len(holders) > 1 or len(copies) != 1 or measure(region) != shape:  # padding
             return goal
         (number, at), (copy,), itemsize = *holders, copies, self.grid.itemsize

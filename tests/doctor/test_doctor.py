@@ -1,17 +1,21 @@
 """``storectl doctor`` and ``store.doctor`` of directories and servers."""
 
+import asyncio
 import json
 import os
 import re
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import storesvc_client as store
 from storesvc.storage.location import storage_at
-from storesvc_client._doctor.doctor import Examination, below
+from storesvc.storage.object_bucket import TensorStoreBucket
+from storesvc_client._doctor.doctor import Examination, below, flip_a_bit
+from storesvc_client._doctor.drill import DrillRun, check_flip
 from storesvc_client._doctor.findings import PROBLEMS, Severity, judge_clock
 from storesvc_client._doctor.kinds import (
     PRICES_DATE,
@@ -68,11 +72,44 @@ def test_the_command_prints_findings_and_leaves_a_store_as_it_was(
     assert re.search("^ok +conditions ", text.stdout, re.MULTILINE)
     assert "A store works here" in text.stdout
     shown = json.loads(document.stdout)
+    assert [] == [f for f in shown["findings"] if f["severity"] == "failure"]
     assert text.exit_code == document.exit_code == shown["exit_code"]
     assert shown["measured"]["save_mib_per_second"] > 0
     assert "a save was killed before its commit" in text.stdout
     assert "found by verify and restore" in text.stdout
     assert before == files(tmp_path)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_flipped_bit_is_found_however_many_chunks_share_its_file(
+    tmp_path: Path, count: int
+) -> None:
+    root = tmp_path.as_uri()
+    leaves = {str(number): np.full(1 << 17, number + 1.0) for number in range(count)}
+    with store.connect(root) as client:
+        client.run("doctor/drill").save(1, leaves).result()
+
+    file = asyncio.run(_flip_below(root))
+
+    with store.connect(root) as client:
+        assert client.run("doctor/drill").verify(1).damages
+        with pytest.raises(store.DataLossError):
+            client.run("doctor/drill").restore(1)
+    assert "/pool/" in file
+
+
+async def _flip_below(root: str) -> str:
+    return await flip_a_bit(await TensorStoreBucket.open(root), "data/")
+
+
+def test_a_flip_that_is_missed_names_what_missed_it(tmp_path: Path) -> None:
+    place = DrillRun(target=tmp_path.as_uri(), state_bytes=1 << 16)
+
+    (finding,) = check_flip(place, lambda: "a file without one")
+
+    assert "flipped-bit.missed" == finding.code
+    assert "of a file without one" in finding.found
+    assert finding.found.endswith("got none by verify and restore")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

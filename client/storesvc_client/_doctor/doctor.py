@@ -219,7 +219,7 @@ class Examination:
             self._make(
                 "flipped-bit",
                 lambda: drill.check_flip(
-                    other, lambda: runner.run(_flip(probe.bucket, flip))
+                    other, lambda: runner.run(flip_a_bit(probe.bucket, flip))
                 ),
             )
 
@@ -333,14 +333,14 @@ def _reaches(root: str) -> bool:
     return False
 
 
-async def _flip(bucket: TensorStoreBucket, folder: str) -> str:
+async def flip_a_bit(bucket: TensorStoreBucket, folder: str) -> str:
     """Flips a bit of the largest object below a folder; returns its path there."""
     sizes = await bucket.sizes(folder)
     path = max(sizes, key=lambda path: sizes[path])
     stored = await bucket.read(path)
     assert stored is not None, path
     data = bytearray(stored.data)
-    data[len(data) // 3] ^= 1  # the middle may be between two chunks
+    data[0] ^= 1  # of the first chunk: there may be unused bytes between two
     await bucket.write(path, bytes(data))
     return path.removeprefix(folder)
 

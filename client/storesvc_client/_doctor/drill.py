@@ -149,16 +149,18 @@ def check_flip(place: DrillRun, flip: Callable[[], str]) -> list[Finding]:
     that `flip` returns; verify and the restore must find it."""
     with place.connect() as client:
         place.save(client.run(place.run), 1)
-    file, missed = flip(), "restore"
+    file, missed = flip(), list[str]()
     with place.connect() as client:
         run = client.run(place.run)
         if not run.verify(1).damages:
-            missed = "verify"
+            missed.append("verify")
         try:
             run.restore(1)
+            missed.append("restore")
         except DataLossError:
-            missed = missed.removeprefix("restore")
-    wrong = f"expected a flipped bit of {file} to be found, got none by {missed}"
+            pass
+    shown = " and ".join(missed)
+    wrong = f"expected a flipped bit of {file} to be found, got none by {shown}"
     fine = f"found by verify and restore in {file}"
     return judge("flipped-bit.missed", wrong if missed else "", fine)
 

@@ -1,6 +1,7 @@
 """Each region of a leaf gets its own elements, for every layout of buffers."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
@@ -102,8 +103,9 @@ def test_every_region_gets_its_elements_in_any_order_of_chunks(
     for in_pieces in (True, False):
         found: dict[Region, Any] = {}
 
-        def keep(buffer: Buffer, found: dict[Region, Any] = found) -> None:
-            found.update(zip(buffer.regions, buffer.arrays, strict=True))
+        def keep(buffers: Iterable[Buffer], found: dict[Region, Any] = found) -> None:
+            for buffer in buffers:
+                found.update(zip(buffer.regions, buffer.arrays, strict=True))
 
         assembly = Assembly(manifest, [(0, regions)], name="x", place=keep)
         for ordinal in assembly.missing:
@@ -116,7 +118,7 @@ def test_every_region_gets_its_elements_in_any_order_of_chunks(
             elements = np.frombuffer(data[:-4], np.uint8)
             assembly.check(ordinal, crc32c(data[:-4]), data[-4:])
             copy_pieces(assembly, ordinal, elements, piece)
-            assembly.finish(ordinal)
+            assembly.finish([ordinal])
 
         assert [] == assembly.missing
         assert set(regions) == set(found)
@@ -133,8 +135,8 @@ def test_leaves_share_copies_of_rows_only_if_they_share_a_layout() -> None:
     manifest, stored = a_manifest(leaves[0], (4, 6), *leaves[1:])
     found: dict[int, Any] = {}
 
-    def keep(buffer: Buffer) -> None:
-        (found[buffer.row],) = buffer.arrays
+    def keep(buffers: Iterable[Buffer]) -> None:
+        found.update({each.row: each.arrays[0] for each in buffers})
 
     each = [(row, [region]) for row, region in enumerate(wanted)]
     assembly = Assembly(manifest, each, name="x", place=keep)
@@ -142,7 +144,7 @@ def test_leaves_share_copies_of_rows_only_if_they_share_a_layout() -> None:
         assembly.begin([ordinal])
         elements = np.frombuffer(stored[ordinal][:-4], np.uint8)
         copy_pieces(assembly, ordinal, elements, 24)  # two rows
-        assembly.finish(ordinal)
+        assembly.finish([ordinal])
 
     for row, region in enumerate(wanted):
         assert np.array_equal(part(leaves[row], whole(shape), region), found[row])
@@ -190,8 +192,8 @@ def test_axes_of_a_leaf_may_be_divided_and_in_another_order(
     for in_pieces in (True, False):
         buffer, found = Buffer(0, group, values.dtype), list[Any]()
 
-        def keep(buffer: Buffer, found: list[Any] = found) -> None:
-            found.extend(buffer.arrays)
+        def keep(buffers: Iterable[Buffer], found: list[Any] = found) -> None:
+            found.extend(array for buffer in buffers for array in buffer.arrays)
 
         assembly = Assembly(
             manifest,
@@ -209,7 +211,7 @@ def test_axes_of_a_leaf_may_be_divided_and_in_another_order(
                 assembly.copy_region(ordinal, held, array)
             else:
                 copy_pieces(assembly, ordinal, elements, piece)
-            assembly.finish(ordinal)
+            assembly.finish([ordinal])
 
         (array,) = found
         assert np.array_equal(expected, array)

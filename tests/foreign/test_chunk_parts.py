@@ -1,6 +1,6 @@
 """A chunk that several regions of a restore need is read once, whatever they are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,9 @@ def restored(
     assert step.is_local
     found: dict[Region, NDArray[Any]] = {}
 
-    def keep(buffer: Buffer) -> None:
-        found.update(zip(buffer.regions, buffer.arrays, strict=True))
+    def keep(buffers: Iterable[Buffer]) -> None:
+        for buffer in buffers:
+            found.update(zip(buffer.regions, buffer.arrays, strict=True))
 
     manifest = ForeignReader("run", step).manifest
     assembly = Assembly(manifest, [(0, regions)], name="run@0", place=keep)

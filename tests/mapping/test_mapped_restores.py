@@ -274,7 +274,7 @@ def test_a_renamed_leaf_is_returned_in_the_buffer_that_it_was_read_into(
 
     assembly = reader.plan_reads(
         [(0, [((0, 64), (0, 64))])],
-        taken.append,
+        taken.extend,
         Meter("restore", "x"),
         NEVER,
     )

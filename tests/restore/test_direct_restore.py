@@ -5,7 +5,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +201,8 @@ def test_half_of_many_small_leaves_take_few_reads(
     rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.values())][::2]
     arrays: dict[int, Any] = {}
 
-    def keep(buffer: Buffer) -> None:
-        (arrays[buffer.row],) = buffer.arrays
+    def keep(buffers: Iterable[Buffer]) -> None:
+        arrays.update({each.row: each.arrays[0] for each in buffers})
 
     assembly = Assembly(get_reader(opened).manifest, rows, name="x", place=keep)
     source: Any = get_reader(opened).open_source()
@@ -225,9 +225,9 @@ def test_buffers_that_are_not_handed_over_fit_the_budget(
     opened = direct.run(run.name).open(0)
     held: list[int] = []
 
-    def place(buffer: Buffer) -> None:
+    def place(buffers: Iterable[Buffer]) -> None:
         time.sleep(0.01)  # as an accelerator takes it
-        held.append(buffer.group.size_bytes)
+        held.extend(buffer.group.size_bytes for buffer in buffers)
 
     rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.values())]
     assembly = Assembly(get_reader(opened).manifest, rows, name="x", place=place)
@@ -347,11 +347,11 @@ def test_an_interrupted_restore_ends_at_once_and_leaves_no_thread(
         interrupted.set()
         raise KeyboardInterrupt
 
-    def place(buffer: Buffer) -> None:
+    def place(buffers: Iterable[Buffer]) -> None:
         for number in once:
             signal.pthread_kill(main, number)  # as Ctrl-C does
         assert interrupted.wait(60)  # on a busy machine, all would be placed by then
-        placed.append(buffer.row)
+        placed.extend(buffer.row for buffer in buffers)
         time.sleep(0.1)
 
     usual = signal.signal(signal.SIGINT, interrupt)

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,10 @@ class Reading:
             name="it",
         )
 
-    def keep(self, buffer: Buffer) -> None:
-        leaf = self._opened.manifest.tree.leaves[buffer.row]
-        (self.found[leaf.key],) = buffer.arrays
+    def keep(self, buffers: Iterable[Buffer]) -> None:
+        leaves = self._opened.manifest.tree.leaves
+        for buffer in buffers:
+            (self.found[leaves[buffer.row].key],) = buffer.arrays
 
     def read(self, *, seconds: float | None = None, **options: Any) -> int:
         """Reads the rows; returns the peak of bytes in buffers."""
@@ -126,8 +127,8 @@ def test_processes_meet_before_any_of_them_reads(opened: TreeReader) -> None:
         assert 0 < had_read[1]
 
 
-def out_of_memory(buffer: Buffer) -> None:
-    raise RuntimeError(f"RESOURCE_EXHAUSTED: {buffer.row}")
+def out_of_memory(buffers: Iterable[Buffer]) -> None:
+    raise RuntimeError(f"RESOURCE_EXHAUSTED: {[each.row for each in buffers]}")
 
 
 def failing_meter() -> Meter:
@@ -360,7 +361,7 @@ def test_a_failed_process_is_not_waited_for(
 
 
 def test_an_error_that_utf_8_cannot_encode_is_reported(opened: TreeReader) -> None:
-    def place(buffer: Buffer) -> None:
+    def place(buffers: Iterable[Buffer]) -> None:
         raise OSError("cannot read \udcff")
 
     def part(job: ThreadProcess) -> None:

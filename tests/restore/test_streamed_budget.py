@@ -1,6 +1,7 @@
 """The host memory of a streamed restore, with a state of several times its budget."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,8 @@ def restored(address: str, name: str, budget_bytes: int) -> tuple[int, list[int]
     bytes that were handed over."""
     handed: list[int] = []
 
-    def place(buffer: Buffer) -> None:
-        handed.append(buffer.group.size_bytes)
+    def place(buffers: Iterable[Buffer]) -> None:
+        handed.extend(buffer.group.size_bytes for buffer in buffers)
 
     with store.connect(address) as client:
         reader = get_reader(client.run(name).open(0))

@@ -4,7 +4,7 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -264,8 +264,8 @@ def test_bytes_in_flight_are_bounded(
     opened, arrays = run.open(0), dict[int, Any]()
     source: Any = get_reader(opened).open_source()
 
-    def keep(buffer: Buffer) -> None:
-        (arrays[buffer.row],) = buffer.arrays
+    def keep(buffers: Iterable[Buffer]) -> None:
+        arrays.update({each.row: each.arrays[0] for each in buffers})
 
     rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.values())]
     assembly = Assembly(get_reader(opened).manifest, rows, name="x", place=keep)

@@ -33,7 +33,7 @@ from storesvc_client._api.groups import (
     update_checkpoint,
     update_run,
 )
-from storesvc_client._chunks.buffers import Buffer
+from storesvc_client._chunks.buffers import Buffer, list_arrays
 from storesvc_client._chunks.memory import Bytes, cut_batches
 from storesvc_client._chunks.slabs import FilledSlab, Slab, cut_slabs
 from storesvc_client._restore.assembly import Assembly
@@ -322,12 +322,12 @@ class _Window:
             rows.setdefault(row, []).append(self._tree.grids[row].region(within))
         return list(rows.items())
 
-    def place(self, buffer: Buffer) -> None:
+    def place(self, buffers: Iterable[Buffer]) -> None:
         """Copies verified chunks into their slabs; puts complete slabs into the
         queue."""
-        first = int(self._tree.first_chunk[buffer.row])
-        size = self._tree.grids[buffer.row].chunk_bytes
-        for ((start, _),), array in zip(buffer.regions, buffer.arrays, strict=True):
+        for row, ((start, _),), array in list_arrays(buffers):
+            size = self._tree.grids[row].chunk_bytes
+            first = int(self._tree.first_chunk[row])
             filled, at = self._places[first + start // size]
             memory: Bytes | None = filled.buffer
             assert memory is not None

@@ -416,6 +416,17 @@ class Buffer:
         self.memory = _NOTHING
 
 
+TakeBuffers: TypeAlias = Callable[[Sequence[Buffer]], None]
+"""Takes the arrays of buffers, which it may keep."""
+
+
+def list_arrays(buffers: Iterable[Buffer]) -> Iterator[tuple[int, Region, NDArrayAny]]:
+    """Yields the row, the region and the elements of each array of buffers."""
+    for buffer in buffers:
+        for region, array in zip(buffer.regions, buffer.arrays, strict=True):
+            yield buffer.row, region, array
+
+
 class RegionArrays(dict[tuple[int, Region], NDArrayAny]):
     """Elements of regions, by row and region, once buffers with them were placed."""
 
@@ -427,7 +438,6 @@ class RegionArrays(dict[tuple[int, Region], NDArrayAny]):
         self.wanted = [(row, [*regions]) for row, regions in rows.items()]
         """Each row once, with its distinct regions."""
 
-    def place(self, buffer: Buffer) -> None:
-        """Takes the arrays of a buffer."""
-        for region, array in zip(buffer.regions, buffer.arrays, strict=True):
-            self[buffer.row, region] = array
+    def place(self, buffers: Iterable[Buffer]) -> None:
+        """Takes the arrays of buffers."""
+        self.update({(row, at): array for row, at, array in list_arrays(buffers)})

@@ -154,11 +154,9 @@ def check_flip(place: DrillRun, flip: Callable[[], str]) -> list[Finding]:
         run = client.run(place.run)
         if not run.verify(1).damages:
             missed.append("verify")
-        try:
+        with suppress(DataLossError):
             run.restore(1)
             missed.append("restore")
-        except DataLossError:
-            pass
     shown = " and ".join(missed)
     wrong = f"expected a flipped bit of {file} to be found, got none by {shown}"
     fine = f"found by verify and restore in {file}"

@@ -29,7 +29,7 @@ from storesvc.format.keys import describe
 from storesvc.format.trees import Leaf, Tree
 from storesvc.storage.location import Storage
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.buffers import Buffer, RegionArrays
+from storesvc_client._chunks.buffers import RegionArrays, TakeBuffers
 from storesvc_client._chunks.memory import cut_batches
 from storesvc_client._export.target import Target, open_target
 from storesvc_client._items.values import Container
@@ -53,7 +53,7 @@ MAX_NAMED: Final = 20
 _KIND_TEXTS: Final = {"python_scalar": "Python scalar", "prng_key": "PRNG key"}
 
 ReadRegions: TypeAlias = Callable[
-    [Iterable[tuple[int, Sequence[Region]]], Callable[[Buffer], None], Meter], None
+    [Iterable[tuple[int, Sequence[Region]]], TakeBuffers, Meter], None
 ]
 """Reads distinct regions of rows, each row once, and passes on their buffers, in any
 thread; times are added to the meter, bytes are not."""

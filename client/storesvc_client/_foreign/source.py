@@ -41,7 +41,7 @@ from storesvc.format.grids import (
     choose_chunk_shape,
 )
 from storesvc.format.trees import Tree
-from storesvc_client._chunks.buffers import Buffer, Bytes
+from storesvc_client._chunks.buffers import Buffer, Bytes, list_arrays
 from storesvc_client._chunks.memory import allocate, cut_batches
 from storesvc_client._chunks.slabs import FilledSlab, Slab, cut_slabs
 from storesvc_client._foreign.foreign_step import (
@@ -450,9 +450,9 @@ class MappedFiller:
             into = read.view(memory, dtype)
             wanted.setdefault(read.row, {})[read.region] = into
 
-        def place(buffer: Buffer) -> None:
-            for region, array in zip(buffer.regions, buffer.arrays, strict=True):
-                wanted[buffer.row][region][...] = array
+        def place(buffers: Sequence[Buffer]) -> None:
+            for row, region, array in list_arrays(buffers):
+                wanted[row][region][...] = array
 
         assembly = self.view.plan_reads(
             [(row, [*regions]) for row, regions in wanted.items()],
@@ -584,7 +584,7 @@ class StepSource:
                 ]
             )
         if is_read:
-            return sum(assembly.finish(ordinal) for ordinal in read.chunks)
+            return assembly.finish(read.chunks)
         each = (self._plan_read(ordinal) for ordinal in read.chunks)
         return sum(self._read_single(assembly, one) for one in each)
 
@@ -599,7 +599,7 @@ class StepSource:
                 ((region, into),) = parts
                 with assembly.meter.phase("read"):
                     self._wait(array.read(region, into))
-                return assembly.finish(ordinal)
+                return assembly.finish(read.chunks)
             region = self._step.tree.grids[row].region(within)
             memory = self._scratch.take(read.stop)
             shape = [stop - start for start, stop in region]
@@ -609,7 +609,7 @@ class StepSource:
         with assembly.meter.phase("copy"):
             assembly.copy_region(ordinal, region, chunk)
         self._scratch.give_back(memory)  # not after an error: it may still be written
-        return assembly.finish(ordinal)
+        return assembly.finish(read.chunks)
 
     def _wait(self, reading: Reading) -> None:
         """Waits for a read, unless another one has failed."""

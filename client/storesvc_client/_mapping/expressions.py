@@ -16,6 +16,7 @@ alone changes them.
 """
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -442,10 +443,12 @@ class Reshape(_Changed):
             groups.append((slice(first, source), slice(second, target)))
         return groups
 
-    @property
+    @cached_property
     def chunk_shape(self) -> Shape:
         found: list[int] = []
         chunk = self.inner.chunk_shape
+        if all(map(operator.ge, chunk, self.inner.shape)):
+            return self.shape
         for source, target in self._groups:
             sizes = zip(chunk[source], self.inner.shape[source], strict=True)
             left = math.prod(min(c, max(n, 1)) for c, n in sizes)

@@ -10,6 +10,7 @@ buffers to ``place``.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
@@ -402,30 +403,39 @@ class Target:
                 held = find_holders(item.placement, shape)
             yield row, {whole(shape): everyone} if held is None else held
 
-    def place(self, buffer: Buffer) -> None:
-        """Moves a filled buffer to its devices; returns after they hold the data.
+    def place(self, buffers: Sequence[Buffer]) -> None:
+        """Moves filled buffers to their devices; returns after these hold the data.
 
-        The caller may then reuse the buffer's memory.
+        The caller may then reuse the memory of the buffers.
         """
-        item = self._pending[buffer.row]
-        arrays = buffer.arrays
+        with ExitStack() as settings:
+            if any(self._pending[buffer.row].local for buffer in buffers):
+                # jax settings are per thread. Without the caller's setting, 64-bit
+                # types would become 32-bit. In the caller's thread, its guard would
+                # reject what it asked.
+                settings.enter_context(jax.enable_x64(self._wide))
+                settings.enter_context(permit_jax())
+            moving = [*filter(None, map(self._place, buffers))]
+        if moving:
+            jax.block_until_ready(moving)
+
+    def _place(self, buffer: Buffer) -> Sequence[jax.Array]:
+        """Begins to move a buffer; returns what to wait for, which is none on a CPU."""
+        item, arrays = self._pending[buffer.row], buffer.arrays
         if item.wanted.dtype != item.leaf.dtype:
             arrays = [_cast(array, item.wanted.dtype) for array in arrays]
-        if item.local is None or item.placement is None:
+        if item.local is None:
             (item.value,) = arrays
-            return
-        # jax settings are per thread. Without the caller's setting, 64-bit types would
-        # become 32-bit. In the caller's thread, its guard would reject what it asked.
-        with jax.enable_x64(self._wide), permit_jax():
-            if len(arrays) == len(item.local.regions):
-                placed: Any = _place_whole(item, item.placement, buffer, arrays)
-                item.value = placed
-            else:
-                placed = _place_parts(item, item.local, buffer, arrays)
-                with self._lock:
-                    item.arrays = {**(item.arrays or {}), **placed}
-        if item.local.on_accelerator:
-            jax.block_until_ready(placed)
+            return ()
+        if len(arrays) == len(item.local.regions):
+            placed = [_place_whole(item, buffer, arrays)]
+            (item.value,) = placed
+        else:
+            parts = _place_parts(item, item.local, buffer, arrays)
+            placed = [*parts.values()]
+            with self._lock:
+                item.arrays = {**(item.arrays or {}), **parts}
+        return placed if item.local.on_accelerator else ()
 
     @collector_paused()
     def result(self) -> Any:
@@ -472,18 +482,16 @@ def _cast(array: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def _place_whole(
-    item: _PendingLeaf,
-    placement: Sharding,
-    buffer: Buffer,
-    arrays: Sequence[NDArray[Any]],
+    item: _PendingLeaf, buffer: Buffer, arrays: Sequence[NDArray[Any]]
 ) -> jax.Array:
     """Builds a leaf whose parts all arrived, with one call for all devices."""
     assert item.local is not None
+    assert item.placement is not None
     by_start = item.local.by_start
     by_region = dict(zip(buffer.regions, arrays, strict=True))
     placed = jax.make_array_from_callback(
         item.leaf.shape,
-        placement,
+        item.placement,
         lambda index: by_region[by_start[tuple([s.start for s in index or ()])]],
     )
     assert placed.dtype == arrays[0].dtype

@@ -37,6 +37,7 @@ from storesvc_client._chunks.buffers import (
     Goal,
     NDArrayAny,
     Span,
+    TakeBuffers,
     plan_buffer_layout,
 )
 from storesvc_client._chunks.memory import allocate
@@ -166,7 +167,7 @@ class Assembly:
         *,
         shared: Sequence[Planned] = (),
         name: str,
-        place: Callable[[Buffer], None],
+        place: TakeBuffers,
         meter: Meter | None = None,
         deadline: Deadline = NEVER,
         within: "Assembly | None" = None,
@@ -179,8 +180,8 @@ class Assembly:
             wanted: Rows of leaves, each with the distinct regions of it to read.
             shared: Other rows, whose chunks fill buffers that they share.
             name: Name of the checkpoint in messages.
-            place: Called with each buffer once it is complete and verified, in the
-                thread that added its last piece.
+            place: Called with buffers once they are complete and verified, in the
+                thread that added the last piece of each.
             meter: Measures phases and bytes; None creates one without progress reports.
             deadline: Deadline of the restore.
             within: The assembly that this one is a part of; its deadline applies, its
@@ -218,7 +219,7 @@ class Assembly:
                 self.buffer_bytes += buffer.group.size_bytes
                 if not buffer.chunks_left:  # the leaf has no elements
                     buffer.begin(self.allocate)
-                    self._place(buffer)
+                    self._place([buffer])
         for row, layout, buffers in shared:
             self._plan(row, layout, buffers, first_chunk[row])
         once = {buffer for _, _, buffers in shared for buffer in buffers}
@@ -311,7 +312,7 @@ class Assembly:
         if chunk.received == length and self._verify(ordinal, chunk):
             if not self.is_contiguous(ordinal):
                 self.copy_elements(ordinal, chunk.into)
-            self.finish(ordinal)
+            self.finish([ordinal])
 
     def _verify(self, ordinal: int, chunk: "_Chunk") -> bool:
         """Verifies a chunk that arrived in pieces; returns False if it must be read
@@ -502,26 +503,28 @@ class Assembly:
                 reason="CORRUPT_DATA",
             )
 
-    def finish(self, ordinal: int) -> int:
-        """Marks a verified and copied chunk as complete and hands over the buffers that
+    def finish(self, ordinals: Sequence[int]) -> int:
+        """Marks verified and copied chunks as complete and hands over the buffers that
         this completes; returns their size in bytes.
 
         Raises:
             UnavailableError: The deadline has passed.
         """
-        chunk = self._chunk(ordinal)
+        chunks, whole = [*map(self._chunk, ordinals)], list[Buffer]()
         # 3. Complete; under the lock, as other threads complete chunks of the buffers.
         with self._lock:
-            if not self._is_missing[ordinal]:  # another thread has completed it
-                raise KeyError(ordinal)
-            self._is_missing[ordinal] = False
-            self._missing -= 1
-            del self._chunks[ordinal]
-            touched = [chunk.buffers[group] for group in chunk.goal.groups]
-            for buffer in touched:
-                buffer.chunks_left -= 1
-            whole = [buffer for buffer in touched if not buffer.chunks_left]
-            self._unreported_bytes += self._lengths[ordinal]
+            if not all(map(self.needs, ordinals)):  # another thread has completed one
+                raise KeyError(ordinals)
+            for ordinal, chunk in zip(ordinals, chunks, strict=True):
+                self._is_missing[ordinal] = False
+                del self._chunks[ordinal]
+                for group in chunk.goal.groups:
+                    buffer = chunk.buffers[group]
+                    buffer.chunks_left -= 1
+                    if not buffer.chunks_left:
+                        whole.append(buffer)
+                self._unreported_bytes += self._lengths[ordinal]
+            self._missing -= len(chunks)
             done_bytes = 0
             if self._unreported_bytes >= PROGRESS_BYTES or not self._missing:
                 done_bytes, self._unreported_bytes = self._unreported_bytes, 0
@@ -529,8 +532,8 @@ class Assembly:
         freed = 0
         if whole:
             since = self.meter.clock()
+            self._place(whole)
             for buffer in whole:
-                self._place(buffer)
                 buffer.drop()
                 freed += buffer.group.size_bytes
             self.meter.spend("place", since)

@@ -263,7 +263,7 @@ def _unpack_small(
                 chunk, memory[begin : begin + length] if found is None else found
             )
     # 3. Complete the chunks, which hands over buffers.
-    return sum(assembly.finish(chunk) for chunk, _, _ in rows)
+    return assembly.finish([chunk for chunk, _, _ in rows])
 
 
 def _unpack_large(
@@ -299,7 +299,7 @@ def check_or_read_again(
         assembly.check(chunk, checksum, tail)
     except DataLossError:  # the second read overwrites the corrupt elements
         assembly.copy_elements(chunk, _sound(chunk, again(), assembly))
-    return assembly.finish(chunk)
+    return assembly.finish([chunk])
 
 
 def _sound(chunk: int, stored: Bytes, assembly: Assembly) -> Bytes:

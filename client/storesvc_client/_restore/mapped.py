@@ -14,7 +14,7 @@ chosen so that each needs few stored chunks:
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -36,6 +36,7 @@ from storesvc_client._chunks.buffers import (
     Group,
     RegionArrays,
     Segment,
+    TakeBuffers,
     plan_buffer_layout,
     plan_part_layout,
 )
@@ -184,7 +185,7 @@ class MappedReader(TreeReader):
     def plan_reads(
         self,
         wanted: Iterable[tuple[int, Sequence[Region]]],
-        place: Callable[[Buffer], None],
+        place: TakeBuffers,
         meter: Meter,
         deadline: Deadline,
     ) -> "MappedAssembly":
@@ -200,7 +201,7 @@ class MappedAssembly(Assembly):
         self,
         reader: MappedReader,
         wanted: Iterable[tuple[int, Sequence[Region]]],
-        place: Callable[[Buffer], None],
+        place: TakeBuffers,
         meter: Meter,
         deadline: Deadline,
     ) -> None:
@@ -428,7 +429,7 @@ class MappedSource:
                 found = (arrays[source.row, needed] for source, needed in requests)
                 copy_elements(into, expression.build(region, found))
         for ordinal in batch:
-            assembly.finish(ordinal)
+            assembly.finish([ordinal])
 
 
 def _count_bytes(request: tuple[Source, Region]) -> int:

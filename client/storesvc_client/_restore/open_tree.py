@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._chunks.buffers import Buffer, Bytes
+from storesvc_client._chunks.buffers import Bytes, RegionArrays, TakeBuffers
 from storesvc_client._chunks.memory import collector_paused, cut_batches
 from storesvc_client._items.values import (
     CONTAINERS,
@@ -142,21 +142,16 @@ class TreeReader:
     ) -> "Iterator[tuple[int, NDArray[Any]]]":
         """Yields the arrays of rows, as ``read`` does."""
         tree = self.tree
-        arrays: dict[int, NDArray[Any]] = {}
-
-        def keep(buffer: Buffer) -> None:
-            (arrays[buffer.row],) = buffer.arrays
-
         with self.hold():
             batches = cut_batches(
                 rows, lambda row: tree.grids[row].leaf_bytes, READ_AT_ONCE_BYTES
             )
             for batch in batches:
-                self.read_regions(
-                    [(row, [whole(tree.leaves[row].shape)]) for row in batch], keep
-                )
-                for row in batch:
-                    yield row, arrays.pop(row)
+                needs = [(row, whole(tree.leaves[row].shape)) for row in batch]
+                arrays = RegionArrays(needs)
+                self.read_regions(arrays.wanted, arrays.place)
+                for row, region in needs:
+                    yield row, arrays.pop((row, region))
 
     def find_row(self, key: str) -> int:
         """Returns the row of a leaf of the tree."""
@@ -237,7 +232,7 @@ class TreeReader:
     def read_regions(
         self,
         wanted: Iterable[tuple[int, Sequence[Region]]],
-        place: Callable[[Buffer], None],
+        place: TakeBuffers,
         within: Meter | None = None,
     ) -> None:
         """Reads regions of leaves and passes their buffers to `place`; adds the times
@@ -250,7 +245,7 @@ class TreeReader:
     def plan_reads(
         self,
         wanted: Iterable[tuple[int, Sequence[Region]]],
-        place: Callable[[Buffer], None],
+        place: TakeBuffers,
         meter: Meter,
         deadline: Deadline,
     ) -> Assembly:

@@ -4,14 +4,13 @@ Pictures read nothing: they follow from the manifest. Statistics read chunks, at
 as many as a budget of bytes allows.
 """
 
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from storesvc.format.grids import Region
-from storesvc_client._chunks.buffers import Buffer
+from storesvc_client._chunks.buffers import RegionArrays
 from storesvc_client._pictures.layer_bars import (
     changed_shares,
     chunk_map,
@@ -151,20 +150,13 @@ def compute_statistics(
     leaf, grid = reader.leaves[key], reader.tree.grids[row]
     chunks = sampled_chunks(leaf, grid.chunk_bytes, budget_bytes)
     at_once = max(AT_ONCE_BYTES // max(grid.chunk_bytes, 1), 1)
-    lock = threading.Lock()
 
     def blocks() -> "Iterator[tuple[Region, NDArray[Any]]]":
-        found: list[tuple[Region, NDArray[Any]]] = []
-
-        def place(buffer: Buffer) -> None:
-            with lock:
-                found.extend(zip(buffer.regions, buffer.arrays, strict=True))
-
         with reader.hold():
             for start in range(0, len(chunks), at_once):
                 regions = [*map(grid.region, chunks[start : start + at_once])]
-                reader.read_regions([(row, regions)], place)
-                yield from found
-                found.clear()
+                arrays = RegionArrays((row, region) for region in regions)
+                reader.read_regions(arrays.wanted, arrays.place)
+                yield from ((region, arrays[row, region]) for region in regions)
 
     return leaf_statistics(leaf, blocks())

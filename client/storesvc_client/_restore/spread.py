@@ -45,7 +45,7 @@ from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Tree
 from storesvc.storage.threads import Threads
-from storesvc_client._chunks.buffers import Buffer, Bytes
+from storesvc_client._chunks.buffers import Buffer, Bytes, list_arrays
 from storesvc_client._chunks.memory import allocate, cut_batches
 from storesvc_client._job.assignment import Holders, assign_chunks, needers_of_chunks
 from storesvc_client._job.job import Job, process_name
@@ -477,13 +477,12 @@ class PeerSource:
             row, within = tree.locate(chunk)
             wanted.setdefault(row, {})[tree.grids[row].region(within)] = chunk
 
-        def keep(buffer: Buffer) -> None:
-            grid = tree.grids[buffer.row]
-            for region, array in zip(buffer.regions, buffer.arrays, strict=True):
+        def keep(buffers: Sequence[Buffer]) -> None:
+            for row, region, array in list_arrays(buffers):
                 flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                if len(flat) < grid.chunk_bytes:
-                    flat = _pad_chunk(flat, array.shape, grid.chunk_shape)
-                found[wanted[buffer.row][region]] = flat
+                if len(flat) < tree.grids[row].chunk_bytes:
+                    flat = _pad_chunk(flat, array.shape, tree.grids[row].chunk_shape)
+                found[wanted[row][region]] = flat
 
         own = Assembly(
             self.manifest,

@@ -1,6 +1,7 @@
 """``storectl export``: what it writes, prints and rejects."""
 
 from pathlib import Path
+from typing import Final
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,8 +79,12 @@ def test_what_would_be_lost_is_rejected_by_name(address: str, tmp_path: Path) ->
     assert [] == list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("size", ["5", "5kB", "0GB", "5iB", "-1", "1.5GB"])
-def test_a_size_has_a_whole_number_and_a_known_unit(
+SIZES: Final = {"5": 0, "5kB": 0, "1.5GB": 0, "0GB": 1, "5iB": 2, "-1": 2}
+"""The exit code for each."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_is_a_positive_number_with_a_known_unit(
     size: str, address: str, tmp_path: Path
 ) -> None:
     result = storectl(
@@ -87,4 +92,6 @@ def test_a_size_has_a_whole_number_and_a_known_unit(
         *("--max-shard", size, "--drop-items"),
     )
 
-    assert (0 if size == "5" else 2) == result.exit_code
+    assert SIZES[size] == result.exit_code
+    assert bool(SIZES[size]) == ("expected a" in result.stderr)
+    assert (tmp_path / "x").exists() == (not SIZES[size])

@@ -4,7 +4,6 @@ Each function is a type of click parameters: it parses the text that was typed, 
 raises an error that names the rule it breaks.
 """
 
-import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import wraps
@@ -251,17 +250,14 @@ def duration(text: str) -> timedelta:
     return convert(parse_duration, text)
 
 
-_SIZE: Final = re.compile(r"([1-9][0-9]{0,17}) ?([KMGT]?)(i?)B?")
-_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
 def size(text: str) -> int:
     """Returns a size in bytes: "5GB" is 5 * 1000**3 bytes, "5GiB" 5 * 1024**3."""
-    found = _SIZE.fullmatch(text)
-    if found is None or (found[3] and not found[2]):
-        raise click.BadParameter(f"{text!r}: expected a size, such as 5GB or 512MiB")
-    unit: int = (1024 if found[3] else 1000) ** _POWERS[found[2]]
-    return int(found[1]) * unit
+    from storesvc_client.cli.records import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as e:
+        raise click.BadParameter(f"{text!r}: {e}") from e
 
 
 def past_time(text: str) -> datetime:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from benchmarks.speed.rounds import PLACES
 from storesvc.format.checksums import crc32c
+from storesvc.format.dtypes import DTYPES
 from storesvc_client._chunks.memory import allocate
 from storesvc_client._restore.data_file_reads import PIECE_BYTES
 from storesvc_client._values.places import copy_elements
@@ -106,16 +107,40 @@ def _map_rows(size: int) -> _Read:
     return read
 
 
-def _transpose(copy: Callable[[Any, Any], None]) -> _Read:
-    """512 rows of a matrix of 2,048 x 2,048 float32 become columns."""
+def _transpose(
+    copy: Callable[[Any, Any], None], dtype: type[Any] = np.float32
+) -> _Read:
+    """512 rows become columns: a quarter of a matrix of 8 KiB wide rows of float32, of
+    which 2-byte elements have twice as many."""
 
     def read(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
-        found = _fill(scratch, file, number).view(np.float32).reshape(512, 2048)
+        found = _fill(scratch, file, number).view(dtype).reshape(512, -1)
         matrix = memory[number // 4 * 4 * PIECE_BYTES :][: 4 * PIECE_BYTES]
-        columns = matrix.view(np.float32).reshape(2048, 4, 512)[:, number % 4]
+        columns = matrix.view(dtype).reshape(-1, 4, 512)[:, number % 4]
         copy(columns, found.T)
 
     return read
+
+
+def _copy_columns(columns: NDArray[Any], transposed: NDArray[Any]) -> None:
+    """Transposes words of the elements of 2 columns, and takes their halves."""
+    rows = transposed.T
+    words = rows.view(np.uint32).T
+    found = _keep(rows.size // 2).view(np.uint32).reshape(words.shape)
+    copy_elements(found, words)
+    _halve_words(columns[0::2], columns[1::2], found)
+
+
+def _copy_xla(columns: NDArray[Any], transposed: NDArray[Any]) -> None:
+    """XLA transposes into memory of its own."""
+    import jax
+
+    np.copyto(columns, np.asarray(jax.device_put(transposed)))
+
+
+def _halve_words(low: NDArray[Any], high: NDArray[Any], words: NDArray[Any]) -> None:
+    np.copyto(low, words, casting="unsafe")
+    np.right_shift(words, 8 * low.itemsize, out=high, casting="unsafe")
 
 
 def _copy_words(columns: NDArray[Any], transposed: NDArray[Any]) -> None:
@@ -151,12 +176,67 @@ def _keep(size: int) -> NDArray[np.float32]:
     return memory
 
 
-def _interleave(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
-    """The halves of each head of 128 float32 become pairs."""
-    found = _fill(scratch, file, number).view(np.float32).reshape(-1, 2, 64)
-    pairs = _whole(memory, number).view(np.float32).reshape(-1, 64, 2)
-    for half in range(2):
-        np.copyto(pairs[..., half], found[:, half])
+def _interleave(dtype: type[Any]) -> _Read:
+    """The halves of each head of 128 elements become pairs."""
+
+    def read(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+        found = _fill(scratch, file, number).view(dtype).reshape(-1, 2, 64)
+        pairs = _whole(memory, number).view(dtype).reshape(-1, 64, 2)
+        for half in range(2):
+            np.copyto(pairs[..., half], found[:, half])
+
+    return read
+
+
+def _make_words(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+    """The halves of each head of 128 elements of 2 bytes become pairs, as words."""
+    found = _fill(scratch, file, number).view(np.uint16).reshape(-1, 2, 64)
+    words = _whole(memory, number).view(np.uint32).reshape(-1, 64)
+    for at in range(0, len(words), 256):
+        low, high = np.moveaxis(found[at : at + 256], 1, 0).astype(np.uint32)
+        high <<= 16
+        np.bitwise_or(low, high, out=words[at : at + 256])
+
+
+def _skip(dtype: type[Any]) -> _Read:
+    """The first elements of all pairs, and then the second ones."""
+
+    def read(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+        found = _fill(scratch, file, number).view(dtype).reshape(-1, 2)
+        np.copyto(_whole(memory, number).view(dtype).reshape(2, -1), found.T)
+
+    return read
+
+
+def _halve(dtype: type[Any], word: type[Any]) -> _Read:
+    """The same, as halves of words."""
+
+    def read(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+        found = _fill(scratch, file, number).view(word)
+        low, high = _whole(memory, number).view(dtype).reshape(2, -1)
+        _halve_words(low, high, found)
+
+    return read
+
+
+def _cast(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+    """float32 become bfloat16."""
+    found = _fill(scratch, file, number).view(np.float32)
+    half = _whole(memory, number)[: PIECE_BYTES // 2]
+    with np.errstate(invalid="ignore"):  # some of the bytes are signalling NaNs
+        np.copyto(half.view(DTYPES["bfloat16"]), found, casting="unsafe")
+
+
+def _round_words(file: int, number: int, memory: _Bytes, scratch: _Bytes) -> None:
+    """The same for numbers, by arithmetic of integers: to the nearest, ties to even."""
+    found = _fill(scratch, file, number).view(np.uint32)
+    half, kept = _whole(memory, number).view(np.uint16), _keep(len(found))
+    rounded = kept.view(np.uint32)
+    np.right_shift(found, 16, out=rounded)
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += found
+    np.right_shift(rounded, 16, out=half[: len(found)], casting="unsafe")
 
 
 LOOPS: Final[Mapping[str, _Read]] = {
@@ -168,11 +248,23 @@ LOOPS: Final[Mapping[str, _Read]] = {
     "scattered in rows of 8 KiB": _scatter_rows(8192),
     "scattered in rows of 2 KiB": _scatter_rows(2048),
     "mmap, copied in rows of 2 KiB": _map_rows(2048),
-    "halves of heads as pairs": _interleave,
+    "halves of heads as pairs": _interleave(np.float32),
+    "halves of heads as pairs, 2 bytes": _interleave(np.uint16),
+    "as words, 2 bytes": _make_words,
+    "every second element": _skip(np.float32),
+    "every second element, 2 bytes": _skip(np.uint16),
+    "halves of words": _halve(np.uint32, np.uint64),
+    "halves of words, 2 bytes": _halve(np.uint16, np.uint32),
+    "cast to bfloat16": _cast,
+    "rounded by integers": _round_words,
     "transposed by NumPy": _transpose(np.copyto),
     "transposed as this store does": _transpose(copy_elements),
     "transposed in words of 4 elements": _transpose(_copy_words),
     "transposed in lines, then elements": _transpose(_copy_lines),
+    "transposed by XLA": _transpose(_copy_xla),
+    "transposed as this store does, 2 bytes": _transpose(copy_elements, np.uint16),
+    "words of 2 columns, then halves, 2 bytes": _transpose(_copy_columns, np.uint16),
+    "transposed by XLA, 2 bytes": _transpose(_copy_xla, np.uint16),
 }
 
 

@@ -1,6 +1,7 @@
 """Measures mapped restores against plain ones.
 
     python -m benchmarks mapping [--rounds 12] [--only stack transpose ...]
+        [--dtype bfloat16]
 
 One embedded store on tmpfs, restores of NumPy arrays on one device, in turns. A ratio
 is that of two restores of one turn, so that it holds on a machine that other programs
@@ -24,10 +25,11 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks.speed.rounds import PLACES, SETTINGS
 
-LAYERS: Final = 4
+LAYER_BYTES: Final = 768 << 20
+"""Bytes of all layers."""
 
 SIDE: Final = 4096
-"""Rows and columns of a matrix of float32, 64 MiB, as of a model of 7 B parameters."""
+"""Rows and columns of a matrix, as of a model of 7 B parameters."""
 
 BARS: Final = {"views": 0.9, "transposes": 0.7}
 """Least speed of a mapped restore, of that of a plain one."""
@@ -105,7 +107,7 @@ _RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
     ),
     "cast": (
         "views",
-        {"from": _EACH, "to": "m/{n}/{name}", "operations": [{"cast": "bfloat16"}]},
+        {"from": _EACH, "to": "m/{n}/{name}", "operations": [{"cast": "DTYPE"}]},
     ),
     "heads": (
         "transposes",
@@ -134,11 +136,16 @@ _RULES: Final[Mapping[str, tuple[str, Mapping[str, Any] | None]]] = {
 }
 
 
+_CASTS: Final = {"float32": "bfloat16", "bfloat16": "float32"}
+"""Dtypes of the leaves, and what the mapping "cast" makes of them."""
+
+
 def main() -> None:
     """Prints a line for each operation, and the bars."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", nargs="+", choices=_RULES, default=[*_RULES])
+    parser.add_argument("--dtype", choices=_CASTS, default="float32")
     parser.add_argument("--sharded", action="store_true", help="restore to 8 devices")
     arguments = parser.parse_args()
     os.environ |= SETTINGS  # before jax starts
@@ -180,10 +187,9 @@ def _measure(
     import storesvc_client as store
 
     mesh = Mesh(jax.devices(), ("x",)) if arguments.sharded else None
-    layer = {
-        name: jnp.arange(SIDE**2, dtype=jnp.float32).reshape(SIDE, SIDE)
-        for name in "qkv"
-    }
+    drawn = jnp.arange(SIDE**2, dtype=jnp.float32).reshape(SIDE, SIDE)
+    layer = dict.fromkeys("qkv", drawn.astype(arguments.dtype))
+    layers = LAYER_BYTES // sum(leaf.nbytes for leaf in layer.values())
     found: dict[str, list[dict[str, _Spent]]] = {name: [] for name in arguments.only}
     with (
         tempfile.TemporaryDirectory(
@@ -196,7 +202,7 @@ def _measure(
             1,
             {
                 "l": {
-                    str(n): {k: v + n for k, v in layer.items()} for n in range(LAYERS)
+                    str(n): {k: v + n for k, v in layer.items()} for n in range(layers)
                 }
             },
         ).result()
@@ -213,6 +219,11 @@ def _measure(
 
         for step, name in enumerate(arguments.only, start=2):
             rule, mapping = _RULES[name][1], None
+            if name == "cast":
+                rule = {
+                    **(rule or {}),
+                    "operations": [{"cast": _CASTS[arguments.dtype]}],
+                }
             if rule is not None:
                 mapping = {"version": 1, "otherwise": "drop", "rules": [rule]}
             restore(1, mapping)

@@ -98,7 +98,7 @@ class Leases:
 
         Progress calls this for each batch; only ``_RENEWALS_A_LEASE`` renewals per
         lease are written to the bucket, or twice as many by all processes of an upload
-        of many writers.
+        of many writers, and more if their clocks are wrong.
         """
         length = record.lease_duration.ToTimedelta()
         interval = length.total_seconds() / _RENEWALS_A_LEASE

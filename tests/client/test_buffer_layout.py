@@ -150,6 +150,28 @@ def test_leaves_share_copies_of_rows_only_if_they_share_a_layout() -> None:
         assert np.array_equal(part(leaves[row], whole(shape), region), found[row])
 
 
+def test_chunks_that_are_finished_together_hand_over_each_buffer_once() -> None:
+    leaves = [np.arange(12, dtype=np.int16) + 100 * n for n in range(3)]
+    manifest, _ = a_manifest(leaves[0], (6,), *leaves[1:])  # each has two chunks
+    handed: list[list[int]] = []
+
+    def keep(buffers: Iterable[Buffer]) -> None:
+        handed.append([each.row for each in buffers])
+
+    assembly = Assembly(
+        manifest, [(row, [((0, 12),)]) for row in range(3)], name="x", place=keep
+    )
+    assembly.begin(range(6))
+
+    assert 2 * 24 == assembly.finish([0, 2, 1, 3, 4])
+    assert [[0, 1]] == handed
+    with pytest.raises(KeyError):
+        assembly.finish([5, 4])  # 4 is complete
+    assert ([5], 24) == (assembly.missing, assembly.held_bytes)
+    assert 24 == assembly.finish([5])
+    assert [[0, 1], [2]] == handed
+
+
 @settings(max_examples=examples(1_500), deadline=None)
 @given(st.data())
 def test_axes_of_a_leaf_may_be_divided_and_in_another_order(

@@ -210,10 +210,12 @@ async def test_many_processes_renew_a_lease_in_time_and_seldom(
 
     gaps = [after - before for before, after in itertools.pairwise(renewed)]
     assert max(gaps) <= longest < LENGTH.total_seconds()
-    # A fifth of what a bucket bears; if the clocks are right, few try it at once.
-    assert len(renewed) <= 10 * LENGTH.total_seconds() / 5 + 3
-    if offset is no_error:
-        assert max(tried.values()) <= PROCESSES / 4
+    # Turns are drawn. A fifth of what a bucket bears, and few try it at once; processes
+    # whose clocks differ renew without regard to each other, which it bears, too.
+    are_right = offset is no_error
+    assert len(renewed) <= 10 * LENGTH.total_seconds() / (5 if are_right else 2) + 3
+    if are_right:
+        assert max(tried.values()) <= PROCESSES / 2
 
 
 async def test_one_process_that_is_left_renews_the_lease() -> None:

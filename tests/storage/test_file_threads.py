@@ -119,6 +119,8 @@ async def test_a_file_that_hangs_occupies_few_threads_before_its_deadline(
         for _ in range(file_bucket.THREADS * 2)
     ]
     assert 1 == await threads.run("b", lambda: 1, seconds=60)
+    await becomes_true(lambda: threads._running["a"] >= file_bucket.CALLS_PER_PATH)
+    assert 1 == await threads.run("b", lambda: 1, seconds=60)
     assert file_bucket.CALLS_PER_PATH == threads._running["a"]
 
     hanging.go_on()
